@@ -30,11 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "speculative_adaptive_config": "aggressive",
         "speculative_num_steps": 3,
     },
-    "throughput": {
-        "speculative_adaptive": True,
-        "speculative_adaptive_strategy": "throughput",
-        "speculative_num_steps": 3,
-    },
+    "auto": {"speculative_adaptive": True},
 }
 FIXED = [name for name in WAYS if name.startswith("fixed")]
 ADAPTIVE = [name for name in WAYS if name not in (PLAIN, *FIXED)]
@@ -65,7 +61,8 @@ def params_of(kind: str, num_new: int, seed: int) -> dict[str, Any]:
 
 def measures_prices(way: Mapping[str, Any]) -> bool:
     """Whether an Engine with these flags measures prices of rounds when it starts."""
-    return way.get("speculative_adaptive_strategy") == "throughput"
+    is_auto = way == WAYS["auto"]
+    return is_auto or way.get("speculative_adaptive_strategy") == "throughput"
 
 
 def switches_of(engine: sglang.Engine) -> int:

@@ -49,12 +49,13 @@ from benchmark.goals import is_steady
 from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import head_path_of
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from benchmark.paired import Interval
 from sglang.srt.model_config import load_model_config, resolve_model_path
 
 MIN_PROMPTS = 4  # of a lap
 SLOW = 0.85  # fixed numbers below this share of the best one's speed in round 0 are left out
 LEAST_LENGTH = 0.75  # of a request, as a share of the mean
-DEFAULT_WAYS = (PLAIN, "fixed 1", "fixed 3", "EMA, conservative", "throughput")
+DEFAULT_WAYS = (PLAIN, "fixed 1", "fixed 3", "EMA, conservative", "auto")
 CONFIGURED = tuple(configured_ways("FILE"))  # the names alone
 
 
@@ -248,6 +249,7 @@ def summarize(found: dict[str, Found]) -> dict[str, Any]:
                 "over_best_fixed": round(median_ratio(each.tok_s, found[best].tok_s), 4),
                 "over_plain": round(statistics.median(over_plain), 4),
                 "lowest_over_plain": round(min(over_plain), 4),
+                "interval_over_plain": Interval.of(over_plain).stored(),
                 "switches_per_s": round(each.switches_per_s, 3),
                 "seconds": [round(seconds, 2) for seconds in each.seconds],
                 "steps_at_end": each.steps_at_end,

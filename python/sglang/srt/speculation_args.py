@@ -49,20 +49,21 @@ class SpeculationArgs:
     )
     speculative_adaptive: bool = flag(
         False,
-        "Draft more or fewer tokens as drafts are right or wrong, by the batch's size;"
-        " instead of --speculative-load-aware.",
+        "Draft more or fewer tokens as drafts are right or wrong and as they pay; instead of"
+        " --speculative-load-aware.",
     )
     speculative_adaptive_config: str | None = flag(
         None,
-        "What --speculative-adaptive goes by: `conservative` (the default), `aggressive`, or a JSON"
-        " file of your own (docs/adaptive.md).",
+        "How many drafts --speculative-adaptive chooses from, and when: `conservative`,"
+        " `aggressive`, or a JSON file of your own (docs/adaptive.md). Default: none, or"
+        " `conservative` with `ema`.",
     )
     speculative_adaptive_strategy: str | None = flag(
         None,
-        "`ema`, the default: by an average of right drafts. `throughput`: by what rounds were"
-        " measured to cost too; without a configuration, from 0 to 7 drafts, or to"
-        " --speculative-num-steps if that is more.",
-        choices=("ema", "throughput"),
+        "`auto`, the default: `ema` with a configuration, `throughput` without. `ema`: by an"
+        " average of right drafts. `throughput`: by what rounds were measured to cost too; without"
+        " a configuration, from 0 to 7 drafts, or to --speculative-num-steps if that is more.",
+        choices=("auto", "ema", "throughput"),
     )
     tile_spec: bool = flag(
         False,

@@ -236,8 +236,8 @@ def test_the_table_of_a_way_has_a_row_per_load() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ways", "fixed 1", "throughput"], "are compared with"),
-        (["--ways", PLAIN, "throughput"], "are compared with"),
+        (["--ways", "fixed 1", "auto"], "are compared with"),
+        (["--ways", PLAIN, "auto"], "are compared with"),
         (["--ways", PLAIN, "fixed 7"], "none of EMA"),
         (["--ways", PLAIN, "fixed 7", "EMA, configured"], "EMA, configured: needs --config"),
     ],

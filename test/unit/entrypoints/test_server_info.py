@@ -135,6 +135,33 @@ def test_the_summary_says_how_many_drafts_there_are(tiers: list[int], text: list
     assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("    drafts ")] == text
 
 
+@pytest.mark.parametrize(
+    ("flags", "tiers", "strategy"),
+    [
+        ({}, [0, 1, 3, 7], "throughput"),
+        ({"strategy": "auto"}, [0, 1, 3, 7], "throughput"),
+        ({"strategy": "ema"}, [1, 3, 7], "ema"),
+        ({"config": "aggressive"}, [1, 3, 7], "ema"),
+        ({"config": "aggressive", "strategy": "throughput"}, [0, 1, 3, 7], "throughput"),
+        ({}, [3], None),  # as where acceptance is simulated
+    ],
+)
+def test_it_is_told_which_strategy_runs(
+    flags: dict[str, str], tiers: list[int], strategy: str | None
+) -> None:
+    given: Any = {f"speculative_adaptive_{name}": value for name, value in flags.items()}
+    algorithm: Any = {"speculative_algorithm": "EAGLE", "speculative_adaptive": True}
+    args = ServerArgs(model_path="m", **algorithm, **given)
+    info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
+    info.resolved.update(draft_tiers=tiers, num_draft_steps=3, num_draft_tokens=1 + tiers[-1])
+    told = describe_server(args, info, {})
+    assert told["speculative_adaptive_strategy"] == strategy
+    [line] = [
+        line for line in describe_start(args, info, {}).splitlines() if line[4:11] == "drafts "
+    ]
+    assert line.endswith(f" in a step, by strategy {strategy}" if strategy else "3 in each step")
+
+
 def test_the_summary_says_how_large_trees_are() -> None:
     info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
     info.resolved.update(draft_tiers=[5], num_draft_steps=5, num_draft_tokens=8, draft_topk=4)

@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs, parse_cli
 from sglang.srt.tokenizer import load_tokenizer
 
 EAGLE3 = "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-eagle3"
+BY_EMA = "--speculative-adaptive --speculative-adaptive-strategy ema"
 NGRAM = "--speculative-algorithm NGRAM"
 # Words of a command line behind `--model-path demo --device cpu`, and what the line says.
 WRONG = {
@@ -46,7 +47,7 @@ WRONG = {
     f"{EAGLE3} --speculative-adaptive-strategy ema": "needs --speculative-adaptive",
     f"{EAGLE3} --speculative-adaptive --speculative-load-aware off": "leave out",
     f"{EAGLE3} --speculative-adaptive --speculative-adaptive-config nowhere": "is no file",
-    f"{EAGLE3} --speculative-adaptive --speculative-num-steps 4": "the candidate_steps",
+    f"{EAGLE3} {BY_EMA} --speculative-num-steps 4": "the candidate_steps",
     f"{EAGLE3} --tile-spec --max-running-requests 513": "lower --max-running-requests",
     f"{EAGLE3} --tile-spec-cache-dir x": "needs --tile-spec",
     f"{EAGLE3} --speculative-ngram-capacity 5": "needs --speculative-algorithm NGRAM",

@@ -20,6 +20,7 @@ from speculation_flags_cases import refusal, resolved
 
 FILE = "steps.json"  # of the case's entries
 ON = {"algorithm": "EAGLE", "adaptive": True}
+BY_EMA = {"adaptive_strategy": "ema"}
 NUM_STEPS = "--speculative-num-steps"
 CONSERVATIVE = {2: (range(1, 8), range(8, 32)), 6: (range(1, 8),)}
 AGGRESSIVE = {
@@ -59,13 +60,23 @@ def options_of(config: RuntimeConfig) -> RoundOptions:
 @pytest.mark.parametrize(
     ("flags", "policy", "tiers", "initial", "draft_steps"),
     [
-        ({}, "adaptive", (1, 3, 7), 3, CONSERVATIVE),
+        ({}, "load_aware", (0, 1, 2, 3, 5, 7), 3, ANY),
+        ({"adaptive_strategy": "auto"}, "load_aware", (0, 1, 2, 3, 5, 7), 3, ANY),
         ({"adaptive_strategy": "ema"}, "adaptive", (1, 3, 7), 3, CONSERVATIVE),
         ({"adaptive_config": "conservative"}, "adaptive", (1, 3, 7), 3, CONSERVATIVE),
+        (
+            {"adaptive_config": "conservative", "adaptive_strategy": "auto"},
+            "adaptive",
+            (1, 3, 7),
+            3,
+            CONSERVATIVE,
+        ),
         ({"adaptive_config": "aggressive"}, "adaptive", (1, 3, 7), 3, AGGRESSIVE),
-        ({"num_steps": 7}, "adaptive", (1, 3, 7), 7, CONSERVATIVE),
-        ({"num_steps": 1, "eagle_topk": 1}, "adaptive", (1, 3, 7), 1, CONSERVATIVE),
-        ({"num_draft_tokens": 8}, "adaptive", (1, 3, 7), 7, CONSERVATIVE),
+        ({"num_steps": 1, "eagle_topk": 1}, "load_aware", (0, 1, 2, 3, 5, 7), 1, ANY),
+        ({"num_draft_tokens": 8}, "load_aware", (0, 1, 2, 3, 5, 7), 7, ANY),
+        ({**BY_EMA, "num_steps": 7}, "adaptive", (1, 3, 7), 7, CONSERVATIVE),
+        ({**BY_EMA, "num_steps": 1, "eagle_topk": 1}, "adaptive", (1, 3, 7), 1, CONSERVATIVE),
+        ({**BY_EMA, "num_draft_tokens": 8}, "adaptive", (1, 3, 7), 7, CONSERVATIVE),
         ({"adaptive_config": FILE}, "adaptive", (0, 1, 2, 5), 2, OF_OWN),
         ({"adaptive_config": FILE, "num_steps": 5}, "adaptive", (0, 1, 2, 5), 5, OF_OWN),
         ({"adaptive_strategy": "throughput"}, "load_aware", (0, 1, 2, 3, 5, 7), 3, ANY),
@@ -157,12 +168,12 @@ EAGLE = {"algorithm": "EAGLE"}
             " --speculative-load-aware.",
         ),
         (
-            {**ON, "num_steps": 5},
+            {**ON, **BY_EMA, "num_steps": 5},
             f"{NUM_STEPS} 5: with --speculative-adaptive it must be one of the candidate_steps,"
             " 1, 3, 7; or leave it out.",
         ),
         (
-            {**ON, "num_draft_tokens": 5},
+            {**ON, **BY_EMA, "num_draft_tokens": 5},
             "--speculative-num-draft-tokens 5: with --speculative-adaptive it must be one more"
             " than one of the candidate_steps, 1, 3, 7; or leave it out.",
         ),
@@ -178,7 +189,7 @@ def test_flags_that_do_not_go_together_are_named(
     assert said in refusal(target, **flags)
 
 
-@pytest.mark.parametrize("strategy", [None, "ema", "throughput"])
+@pytest.mark.parametrize("strategy", [None, "throughput"])
 @pytest.mark.parametrize(
     ("entries", "said"),
     [

@@ -10,6 +10,7 @@ from sglang.srt.flag_values import public_fields
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.speculation_flags import adaptive_strategy
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
@@ -66,7 +67,7 @@ def describe_server(
         "tokenizer_path": server_args.tokenizer_path or folder,
         **AS_BUILT,
         "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
-        **_drafts(scheduler.resolved),
+        **_drafts(server_args, scheduler.resolved),
         "vocab_size": scheduler.vocab_size,
         "context_length": scheduler.context_len,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
@@ -108,13 +109,15 @@ def describe_tokenizer(
     }
 
 
-def _drafts(resolved: dict[str, Any]) -> dict[str, int]:
-    """What became of SGLang's flags for drafts; nothing without them."""
+def _drafts(args: ServerArgs, resolved: dict[str, Any]) -> dict[str, Any]:
+    """Gives what became of the flags for drafts; nothing without them."""
     num_steps = resolved["num_draft_steps"]
     if num_steps == 0:
         return {}
     topk, num_tokens = resolved["draft_topk"], resolved["num_draft_tokens"]
+    strategy = _strategy(args, resolved) or args.speculative_adaptive_strategy
     return {
+        "speculative_adaptive_strategy": strategy,
         "speculative_num_steps": num_steps,
         "speculative_eagle_topk": topk,
         "speculative_num_draft_tokens": num_tokens if topk > 1 else num_steps + 1,
@@ -130,7 +133,7 @@ def describe_start(
     rows = (
         ("model", _describe_model(found)),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
-        *_describe_drafts(found),
+        *_describe_drafts(server_args, found),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
         ("attention", found["attention_backend"]),
         (
@@ -152,15 +155,22 @@ def describe_start(
     return "Start-up summary\n" + "\n".join(f"    {name:<12} {value}" for name, value in rows)
 
 
-def _describe_drafts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """How many drafts a request gets; nothing without a head."""
+def _strategy(args: ServerArgs, resolved: dict[str, Any]) -> str | None:
+    """Names the strategy of `--speculative-adaptive`; None where all steps draft as many."""
+    return adaptive_strategy(args) if len(resolved["draft_tiers"]) > 1 else None
+
+
+def _describe_drafts(args: ServerArgs, found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Says how many drafts a request gets, and what chooses; nothing without a head."""
     tiers = found["draft_tiers"]
     if found["draft_topk"] > 1:
         return [("drafts", f"trees of {found['num_draft_tokens'] - 1}, up to {tiers[-1]} deep")]
     if len(tiers) <= 1:
         return [("drafts", f"{steps} in each step") for steps in tiers]
     numbers = f"{', '.join(map(str, tiers[:-1]))} or {tiers[-1]}"
-    return [("drafts", f"{numbers} in a step")]
+    strategy = _strategy(args, found)
+    by = "" if strategy is None else f", by strategy {strategy}"
+    return [("drafts", f"{numbers} in a step{by}")]
 
 
 def _describe_model(model: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ OPTIONS = (
     "speculative_adaptive_strategy",
 )
 ADAPTIVE = "speculative_adaptive"
-THROUGHPUT = "throughput"
+AUTO, EMA, THROUGHPUT = "auto", "ema", "throughput"
 THROUGHPUT_STEPS = 7  # drafts at most, where no configuration says which
 TILE_SPEC, TILE_SPEC_CACHE = "tile_spec", "tile_spec_cache_dir"
 DEFAULT_TILE_SPEC_CACHE = "tile_spec/cache"
@@ -160,8 +160,8 @@ def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
     Args:
         num_steps: of `--speculative-num-steps`, or what is taken without it.
     """
-    is_ema = args.speculative_adaptive_strategy != THROUGHPUT
-    if args.speculative_adaptive_config is None and not is_ema:
+    strategy = adaptive_strategy(args)
+    if args.speculative_adaptive_config is None and strategy == THROUGHPUT:
         deepest = max(num_steps, THROUGHPUT_STEPS)
         return Tiers("load_aware", TierOptions(deepest, num_steps))
     config = read_adaptive_config(args.speculative_adaptive_config)
@@ -183,8 +183,22 @@ def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
             f"{given}: with {_flag(ADAPTIVE)} it must be {one} the candidate_steps,"
             f" {', '.join(map(str, candidates))}; or leave it out."
         )
-    policy = "adaptive" if is_ema else "load_aware"
+    policy = "adaptive" if strategy == EMA else "load_aware"
     return Tiers(policy, TierOptions(candidates[-1], num_steps, config))
+
+
+def adaptive_strategy(args: ServerArgs) -> str | None:
+    """Names the strategy that numbers of drafts follow; None where they follow none.
+
+    `auto` is `ema` where a configuration is given, since that is written for this rule, and
+    `throughput` elsewhere.
+    """
+    if not args.speculative_adaptive or args.speculative_algorithm is None or is_ngram(args):
+        return None
+    strategy = args.speculative_adaptive_strategy or AUTO
+    if strategy != AUTO:
+        return strategy
+    return THROUGHPUT if args.speculative_adaptive_config is None else EMA
 
 
 def _tile_spec_cache(args: ServerArgs, simulates_acceptance: bool) -> Path | None:

@@ -12,9 +12,12 @@ from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
 
 
 class AdaptiveController:
-    """The tier policy of `--speculative-adaptive`: before each draft the steps of the batch's slot,
-    after each verification the slot's average. A round keeps the tier that it was drafted with: a
-    new one counts from the next draft on."""
+    """The tier policy of `--speculative-adaptive-strategy ema`.
+
+    Before each draft it asks for the steps of the batch's slot, and after each verification it
+    tells the slot's average. A round keeps the tier that it was drafted with: a new one counts from
+    the next draft on.
+    """
 
     needs_prices = reads_lengths = may_rest = rests = False
 

@@ -60,7 +60,7 @@ PRIOR = 3.0  # drafts that the others count as in what is thought of one request
 MAX_ENDED, PAST = 64, 1024.0
 # Tokens, of all requests together, whose shares say which requests there are, or those of so many
 # steps if these are fewer: with a few requests at a time it would take long to forget others.
-WINDOW, WINDOW_STEPS = 4096.0, 256.0
+WINDOW, WINDOW_STEPS = 4096.0, 128.0
 # Before anything is known a draft is right with this chance, which counts as so many drafts.
 FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # a stretch ends some time

@@ -31,9 +31,6 @@ RIVAL_GAIN = 0.1
 # What tiers give and cost is looked at every so many steps, but for the first ones: then it changes
 # slowly, and looking takes time.
 LOOK_EVERY, FIRST_STEPS = 4, 32
-# A tier that seemed best stays for so many milliseconds of rounds, unless another one gains more
-# than this share: estimates go up and down, and what two tiers give may be the same.
-DWELL_MS, URGENT_GAIN = 2000.0, 0.05
 
 
 def same_size(num_reqs: int) -> int:
@@ -147,8 +144,8 @@ class LoadAwareTier:
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
     prices are right: with `TileSpec` a probe costs more than its price, that of a cut step.
 
-    A tier that is best stays for DWELL_MS, unless another one gains URGENT_GAIN, or no drafts gain
-    as much as drafts must gain over none.
+    Estimates go up and down, so a tier stays until another one beats it by the share that drafts
+    must beat none by, or until no drafts beat it at all.
 
     Prices may be wrong by a few percent, those of each tier by another share, and only rounds that
     are run are timed. So while drafts are best, some steps are of a rival, one that gains nearly as
@@ -182,8 +179,6 @@ class LoadAwareTier:
         self._graph_size = parts.graph_size
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
-        self._held = _Held(0, -DWELL_MS)
-        self._now_ms = 0.0
         self.settled = 0
         self._allowance_ms: float | None = None
         self._num_probes = 0
@@ -216,7 +211,6 @@ class LoadAwareTier:
         is_first = chosen > self.settled and not self._repeated
         self._num_probes += is_first
         self._repeated = chosen if is_first and self.settled == 0 else 0
-        self._now_ms += costs[chosen]
         return chosen
 
     def _look(self, upcoming: UpcomingRound) -> None:
@@ -234,16 +228,12 @@ class LoadAwareTier:
             self._costs = costs_of_tiers(self._prices, upcoming, tiers, self._lengths)
 
     def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
-        """The best tier, or for a while the one that was best before, if it may be chosen."""
-        held = self._held
-        if best != held.tier and held.tier in costs:
-            gain = lengths[best] / costs[best] / (lengths[held.tier] / costs[held.tier]) - 1
-            urgent = URGENT_GAIN if best else self._least_gain
-            if gain < urgent and self._now_ms - held.since_ms < DWELL_MS:
-                return held.tier
-        if held.tier != best:
-            self._held = _Held(best, self._now_ms)
-        return best
+        """The best tier, or the one that was settled on before, unless the best one beats that."""
+        held = self.settled
+        if held not in costs:
+            return best
+        least = lengths[held] / costs[held] * (1 + self._least_gain * (best > 0))
+        return best if lengths[best] / costs[best] > least else held
 
     def _with_probes(
         self,
@@ -304,13 +294,6 @@ class LoadAwareTier:
         if num_beyond:
             assert self._allowance_ms is not None, "A step that was not chosen for."
             self._allowance_ms += WORTH * num_beyond * self._token_ms
-
-
-class _Held(NamedTuple):
-    """A tier that stays for a while, from this moment of `_now_ms` on."""
-
-    tier: int
-    since_ms: float
 
 
 def costs_of_tiers(
