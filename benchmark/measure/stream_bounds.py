@@ -66,10 +66,8 @@ class SwitchedBudget:
         self.ways = ways
         self.current = ways[DEFAULT]
 
-    def open(
-        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
-    ) -> PromptAllowance:
-        return self.current.open(decodes, someone_streams, is_full)
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+        return self.current.open(decodes, someone_streams)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         self.current.observe(price_ms, took_ms)

@@ -103,9 +103,7 @@ class RandomBudget:
         self._random = random.Random(seed)
         self._most = most
 
-    def open(
-        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
-    ) -> PromptAllowance:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
         return PromptAllowance(self._random.randint(1, self._most))
 
     def observe(self, price_ms: float, took_ms: float) -> None:

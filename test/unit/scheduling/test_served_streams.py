@@ -161,22 +161,6 @@ def test_lists_take_the_steps_that_they_take_without_a_bound() -> None:
     assert max(step.took_ms for step in without if step.num_decodes) > 3 * BOUND_MS
 
 
-def test_prompts_of_a_list_come_in_one_by_one_while_others_wait_for_a_place() -> None:
-    """Each whole, however long its step gets; the list has its last token sooner."""
-
-    def send(server: PricedServer) -> None:
-        for number in range(160):
-            server.send(0.0, Ask(3000 if number % 20 == 0 else 512, 32, streams=False))
-
-    without = PricedServer(FixedBudget(MAX_CHUNK), max_running=32)
-    one_by_one = PricedServer(bounded(), max_running=32)
-    late = fed(one_by_one, send)[40:120]
-    assert fed(without, send)[-1].start_s > late[-1].start_s
-    assert without.now > one_by_one.now
-    assert max(step.fed for step in late) >= 3000
-    assert statistics.median(step.fed for step in late) <= 512
-
-
 def test_a_list_beside_a_stream_waits_as_long_as_bounded_steps_take() -> None:
     """It loses no more than its prompts lose in steps of the bound's length, and takes steps
     without one when the stream has ended."""

@@ -111,9 +111,7 @@ class ListeningBudget:
         self.observed: list[tuple[float, float]] = []
         self._random = random.Random(0)
 
-    def open(
-        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
-    ) -> PromptAllowance:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
         return PricedAllowance(self._random.randint(1, 40))
 
     def observe(self, price_ms: float, took_ms: float) -> None:

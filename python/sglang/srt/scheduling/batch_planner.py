@@ -118,12 +118,7 @@ class BatchPlanner:
                 step.add(req, 0, req.width.decode_rows, req.width.max_kept, emits=True)
         if not prefilling and not (self.has_room() and self._lifecycle.startable):
             return step
-        num_places = self._config.max_running_requests - len(self._lifecycle.running)
-        allowance = self._budget.open(
-            _decode_load(decoding),
-            someone_streams=self._lifecycle.num_streams > 0,
-            is_full=len(self._lifecycle.waiting) > num_places,
-        )
+        allowance = self._budget.open(_decode_load(decoding), self._lifecycle.num_streams > 0)
         feed = PromptFeed(
             step, self._ledger, allowance, self._config.splits_prompts, self._num_saved
         )

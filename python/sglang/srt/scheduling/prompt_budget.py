@@ -96,14 +96,11 @@ class PromptAllowance:
 class PromptBudget(Protocol):
     """Decides how many prompt tokens each step feeds."""
 
-    def open(
-        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
-    ) -> PromptAllowance:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
         """Says what a step with these decodes may feed; at least one token.
 
         Args:
             someone_streams: whether a running or waiting request streams.
-            is_full: whether more requests wait than there are places among the running ones.
         """
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -116,9 +113,7 @@ class FixedBudget:
 
     max_tokens: int
 
-    def open(
-        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
-    ) -> PromptAllowance:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
         return PromptAllowance(self.max_tokens)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -126,10 +121,10 @@ class FixedBudget:
 
 
 class BoundedBudget:
-    """Gives `max_tokens` where nobody would see a gap between tokens and there is a place for all
-    that wait; otherwise to the first prompt as many as keep the step within `max_step_ms`, and to
-    those that come along with it up to SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where nobody
-    decodes, or nobody sees gaps, the first prompt has no bound.
+    """Gives `max_tokens` where nobody would see a gap between tokens; otherwise to the first prompt
+    as many as keep the step within `max_step_ms`, and to those that come along with it up to
+    SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where nobody decodes, the first prompt has no
+    bound.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     what steps take is compared with what they were expected to cost.
@@ -154,16 +149,13 @@ class BoundedBudget:
         self._share_of_others = share_of_others
         self._excess = 1.0
 
-    def open(
-        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
-    ) -> PromptAllowance:
-        is_bound = someone_streams or not self._for_streams_alone
-        if not (is_bound or is_full):
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+        if self._for_streams_alone and not someone_streams:
             return PromptAllowance(self._max_tokens)
         bound_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
         others_ms = decodes_ms = self._decodes_ms(decodes)
         others_ms += self._share_of_others * max(bound_ms - decodes_ms, 0.0)
-        max_ms = bound_ms if is_bound and decodes.num_reqs else math.inf
+        max_ms = bound_ms if decodes.num_reqs else math.inf
         step = BoundedStep(self._ladders, decodes, max_ms, others_ms)
         return PromptAllowance(self._max_tokens, step)
 
