@@ -46,23 +46,33 @@ def read_parts(folder: Path, like: Result | None = None) -> dict[str, Result]:
     """Reads the parts of a folder, by name.
 
     Args:
-        like: whose commit and card they must have; None: those of the first.
+        like: whose commit and card they must have, what is measured now; None: the first part.
 
     Raises:
-        Refused: a part is of another commit or card.
+        Refused: a part is damaged, or of another commit or card.
     """
     files = {name: folder / f"{name}.json" for name in PARTS}
-    parts = {
-        name: json.loads(file.read_text(encoding="utf-8"))
-        for name, file in files.items()
-        if file.is_file()
-    }
+    parts = {name: _read_part(file) for name, file in files.items() if file.is_file()}
+    other = "the first part" if like is None else "what is measured now"
     for name, part in parts.items():
         like = like or part
         if identity(part) != identity(like):
-            mine, others = (" on ".join(identity(each)) for each in (part, like))
-            raise Refused(f"{files[name]} is of {mine}, and the others are of {others}.")
+            mine, wanted = (" on ".join(identity(each)) for each in (part, like))
+            raise Refused(f"{files[name]} is of {mine}, and {other} of {wanted}.")
     return parts
+
+
+def _read_part(file: Path) -> Result:
+    try:
+        part: Result = json.loads(file.read_text(encoding="utf-8"))
+        identity(part)
+    except (ValueError, TypeError, KeyError):
+        raise Refused(f"{file} is no part: delete it, and it is measured again.") from None
+    return part
+
+
+def _is_of_a_commit(result: Result) -> bool:
+    return not result["dirty"] and result["commit"] != "unknown"
 
 
 def measure_parts(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
@@ -73,9 +83,16 @@ def measure_parts(names: Sequence[str], arguments: argparse.Namespace) -> list[s
         Those that failed.
 
     Raises:
-        Refused: the folder has parts of another commit or card.
+        Refused: the folder cannot be made, or has parts of another commit or card.
     """
-    present = read_parts(arguments.out, like=describe_environment())
+    environment = describe_environment()
+    present = read_parts(arguments.out, like=environment)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{arguments.out} cannot be made: {error.strerror}.") from None
+    if not (arguments.trial or _is_of_a_commit(environment)):
+        print("These files are not those of a commit: --merge will refuse.", file=sys.stderr)
     failed = []
     with tqdm(names, unit="part") as bar:
         for name in bar:
@@ -123,7 +140,7 @@ def merge(folder: Path) -> Result:
     if not parts:
         raise Refused(f"{folder} has no part: python -m benchmark.headline --out {folder}")
     for name, part in parts.items():
-        if part["dirty"] or part["commit"] == "unknown":
+        if not _is_of_a_commit(part):
             raise Refused(f"{name} was measured of files that are not those of a commit.")
         if part["trial"]:
             raise Refused(f"{name} is a trial.")

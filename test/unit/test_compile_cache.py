@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,30 @@ def test_a_read_only_folder_is_read_and_nothing_is_written_to_it(caches: Caches)
         assert found(key) == KERNEL
     (cache.prices / "y.json").write_text("2")
     assert caches.files() == before
+
+
+def test_what_may_not_be_read_counts_as_missing(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where root has made the folder, and the server's user is another one."""
+    caches.open()
+    put("A")
+    put("B")
+    (caches.kept / "prices").mkdir()
+    hidden = [caches.kept / "prices", *(caches.kept / "triton").glob("*/kernel.cubin")][:2]
+
+    def may_read(path: Path | str) -> bool:
+        return not any(Path(path).is_relative_to(each) for each in hidden)
+
+    def list_folder(path: Path) -> Iterator[Path]:
+        if not may_read(path):
+            raise PermissionError("Permission denied")
+        return (path / name for name in os.listdir(path))
+
+    monkeypatch.setattr(Path, "iterdir", list_folder)
+    monkeypatch.setattr(compile_cache.os, "access", lambda path, _: may_read(path))
+    assert list(caches.open_read_only().prices.glob("*")) == []
+    assert sorted(bool(found(key)) for key in "AB") == [False, True]
 
 
 def test_kernels_that_were_moved_are_compiled_anew(caches: Caches) -> None:

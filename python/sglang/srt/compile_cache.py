@@ -94,10 +94,9 @@ def open_cache(kept: Path, private: Path) -> CompileCache:
     private.mkdir(mode=0o700)
     for part in (*PARTS.values(), PRICES):
         (private / part).mkdir()
-        if (kept / part).is_dir():
-            for entry in (kept / part).iterdir():
-                if _is_complete(entry):
-                    (private / part / entry.name).symlink_to(entry.absolute())
+        for entry in _entries(kept / part):
+            if _is_complete(entry):
+                (private / part / entry.name).symlink_to(entry.absolute())
     return CompileCache(private, kept)
 
 
@@ -110,18 +109,26 @@ def _can_be_written(folder: Path) -> bool:
         return False
 
 
-def _is_complete(entry: Path) -> bool:
-    """Tells whether nobody would write to an entry of a cache: a file is whole, and a folder of
-    Triton's has a file that names others, by the paths that they had when they were written. What
-    launches kernels lies alone in its folder."""
-    if entry.is_file():
-        return True
+def _entries(folder: Path) -> list[Path]:
+    """Lists a folder; none where there is none or another user's, who alone may read it."""
     try:
-        files = list(entry.iterdir())
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _is_complete(entry: Path) -> bool:
+    """Tells whether an entry of a cache can be read and nobody would write to it: a file is whole,
+    and a folder of Triton's has a file that names others, by the paths that they had when they were
+    written. What launches kernels lies alone in its folder."""
+    if os.path.isfile(entry):  # no error where it may not be looked at
+        return True
+    files = _entries(entry)
+    try:
         groups = [json.loads(file.read_bytes()) for file in files if file.name.startswith(GROUP)]
         paths = [path for group in groups for path in group["child_paths"].values()]
     except (OSError, ValueError, KeyError):
         return False
     if groups:
-        return all(map(os.path.exists, paths))
-    return any(file.suffix == ".so" for file in files)
+        return all(os.access(path, os.R_OK) for path in paths)
+    return any(file.suffix == ".so" and os.access(file, os.R_OK) for file in files)

@@ -166,8 +166,8 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     max_step_ms: float | None = flag(
         None,
         "With `--chunked-prefill-size auto`, milliseconds that a step may take in which requests"
-        " decode: a gap between their tokens. Prompts get what prices measured at the start, and"
-        " what the last steps took, allow, and 128 tokens in any case. 0: no bound."
+        " decode: a gap between their tokens. Prompts get as many tokens as fit by prices, which"
+        " the start measures and the last steps correct, and at least 128. 0: no bound."
         " Default: on a GPU 30 while any request streams, else no bound: callers without a stream"
         " see no gaps. On a CPU no bound.",
     )

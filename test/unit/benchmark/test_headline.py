@@ -119,6 +119,40 @@ def test_a_part_that_does_not_belong_there_is_refused(
         assert "server" not in measured
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_damaged_part_is_refused_by_name(
+    tmp_path: Path, measured: list[str], content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain.json").write_text(content)
+    for arguments in (["--out", str(tmp_path)], ["--merge", str(tmp_path)]):
+        assert headline.main(arguments) == 1
+        assert "plain.json is no part" in capsys.readouterr().err
+    assert measured == []
+
+
+def test_nothing_is_measured_for_a_folder_that_cannot_be_made(
+    tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert headline.main(["--out", str(tmp_path / "file")]) == 1
+    assert "file cannot be made" in capsys.readouterr().err
+    assert measured == []
+
+
+def test_changed_files_are_told_before_they_are_measured(
+    tmp_path: Path,
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environment = headline.describe_environment()
+    monkeypatch.setattr(headline, "describe_environment", lambda: environment | {"dirty": True})
+    headline.main(["--out", str(tmp_path), "--parts", "plain"])
+    assert "not those of a commit" in capsys.readouterr().err
+    headline.main(["--out", str(tmp_path), "--parts", "plain", "--trial"])
+    assert "not those of a commit" not in capsys.readouterr().err
+
+
 def ratio(name: str, *ratios: float) -> dict[str, Any]:
     interval = Interval.of(ratios)
     return {"name": name, "unit": "ratio", "value": interval.mean, "interval": interval.stored()}

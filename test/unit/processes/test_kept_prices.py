@@ -60,6 +60,14 @@ def test_a_second_start_measures_nothing(tmp_path: Path, runner: Any) -> None:
     assert prices == start(tmp_path, runner)[1]
 
 
+def test_servers_of_other_users_may_read_what_is_kept(tmp_path: Path, runner: Any) -> None:
+    """As compiled kernels: an image's folder is made by root."""
+    (tmp_path / "other").touch()
+    start(tmp_path / "prices", runner)
+    [path] = (tmp_path / "prices").iterdir()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_prices_that_were_disturbed_are_replaced(tmp_path: Path, runner: Any) -> None:
     start(tmp_path, runner, 1.25)
     num_measured, prices = start(tmp_path, runner)

@@ -353,11 +353,7 @@ def write_profile(path: Path, profile: msgspec.Struct) -> None:
         OSError: if that cannot be done.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        new = Path(folder) / path.name  # who may read it is the umask's matter
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        os.replace(new, path)
