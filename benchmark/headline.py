@@ -75,12 +75,13 @@ def measure_parts(names: Sequence[str], arguments: argparse.Namespace) -> list[s
     Raises:
         Refused: the folder has parts of another commit or card.
     """
-    present = read_parts(arguments.out, like=describe_environment())
-    failed = []
+    now = {**describe_environment(), "trial": arguments.trial}
+    present, failed = read_parts(arguments.out, like=now), []
     with tqdm(names, unit="part") as bar:
         for name in bar:
             bar.set_description(name)
-            if name in present and present[name]["trial"] == arguments.trial:
+            part = present.get(name)
+            if part is not None and all(part[key] == now[key] for key in ("dirty", "trial")):
                 print(f"{name}: stored already", flush=True)
             elif not _runs_well(part_command(name, arguments)):
                 failed.append(name)
