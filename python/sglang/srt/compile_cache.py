@@ -29,7 +29,7 @@ GROUP = "__grp__"  # how Triton's files begin that name the other files of a ker
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
-    """A folder that can be written.
+    """Names a folder that can be written.
 
     Attributes:
         kept: the folder of `SGLANG_CACHE_DIR` that it stands for.
@@ -47,7 +47,7 @@ class CompileCache:
 
     @property
     def prices(self) -> Path:
-        """Where prices of steps are kept."""
+        """Names the folder of prices of steps."""
         return self.folder / PRICES
 
     def use(self, environ: MutableMapping[str, str]) -> None:
