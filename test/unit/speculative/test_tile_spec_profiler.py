@@ -142,6 +142,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "type": {"dtype": "bfloat16"},
     "page": {"page_size": 16},
     "requests": {"max_running_requests": 9},
+    "poison": {"poisons_graphs": False},
     "backend": {"attention_backend": "triton"},
 }
 

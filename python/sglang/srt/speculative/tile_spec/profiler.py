@@ -54,6 +54,7 @@ TIMED_FIELDS = (
     "num_threads",
     "ops",
     "page_size",
+    "poisons_graphs",
     "row_width",
 )
 
