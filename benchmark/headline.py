@@ -85,19 +85,19 @@ def measure_parts(names: Sequence[str], arguments: argparse.Namespace) -> list[s
     Raises:
         Refused: the folder cannot be made, or has parts of another commit or card.
     """
-    environment = describe_environment()
-    present = read_parts(arguments.out, like=environment)
+    now = {**describe_environment(), "trial": arguments.trial}
+    present, failed = read_parts(arguments.out, like=now), []
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{arguments.out} cannot be made: {error.strerror}.") from None
-    if not (arguments.trial or _is_of_a_commit(environment)):
+    if not (arguments.trial or _is_of_a_commit(now)):
         print("These files are not those of a commit: --merge will refuse.", file=sys.stderr)
-    failed = []
     with tqdm(names, unit="part") as bar:
         for name in bar:
             bar.set_description(name)
-            if name in present and present[name]["trial"] == arguments.trial:
+            part = present.get(name)
+            if part is not None and all(part[key] == now[key] for key in ("dirty", "trial")):
                 print(f"{name}: stored already", flush=True)
             elif not _runs_well(part_command(name, arguments)):
                 failed.append(name)

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from benchmark.command import in_turn, store
 from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop, varied_lengths
+from benchmark.goals import NARROW
 
-NARROW = 0.005  # half of a 95 % interval, as a share of the ratio
 LEAST_ROUNDS = 5  # before a ratio counts as certain: few rounds can agree by luck
 FAR, FAR_ROUNDS = 0.1, 3  # an interval that is so far from 1 is certain after fewer
 SPEED = "tok_s"  # the figure that ratios are of

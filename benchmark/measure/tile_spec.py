@@ -181,7 +181,7 @@ def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 def kept_profile(caches: Path) -> Profile | None:
     """What the first server with TileSpec has kept."""
     files = sorted(caches.rglob(FILE_NAME))
-    return read_profile(files[0]) if files else None
+    return read_profile(files[0], Profile) if files else None
 
 
 def profiling_s(caches: Path) -> dict[str, float]:

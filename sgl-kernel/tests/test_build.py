@@ -180,6 +180,9 @@ def test_the_state_says_where_the_library_comes_from_and_compiles_nothing(
     assert toolkit.compiles() == []
     folder = _build.cached_library(plan).parent
     assert _build.library_state("90a") == f"compiled, in {folder}"
+    with monkeypatch.context() as patch:  # a folder that cannot be looked into
+        patch.setenv("SGL_KERNEL_CACHE_DIR", str(toolkit.root / ("x" * 300)))
+        assert "nvcc compiles them at the first start" in _build.library_state("90a")
     _build.compile_library(plan, _build.PACKAGED_LIBRARY_DIR)
     assert _build.library_state("90a") == "compiled, in the install"
     monkeypatch.setenv("CUDA_HOME", str(toolkit.root / "nowhere"))

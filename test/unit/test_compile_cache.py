@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,66 @@ def test_kernels_that_were_moved_are_compiled_anew(caches: Caches) -> None:
     put("A")
     assert found("A") == KERNEL
     assert caches.files() == before
+
+
+OTHER_USER = 12345
+
+
+@contextmanager
+def as_other_user() -> Iterator[None]:
+    """Has the rights of another user, if this one is root, whom no mode stops."""
+    mine = os.geteuid()
+    if mine == 0:
+        os.seteuid(OTHER_USER)
+    try:
+        yield
+    finally:
+        os.seteuid(mine)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_left_alone(tmp_path: Path) -> None:
+    """As of a container whose user is not the one whose home is named."""
+    for folder in (tmp_path / "home" / "root" / "gpu", tmp_path / "root" / "gpu"):
+        (folder / "triton" / "A").mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    (tmp_path / "home").chmod(0)
+    (tmp_path / "root" / "gpu").chmod(0)
+    with as_other_user(), tempfile.TemporaryDirectory() as private:
+        for number, root in enumerate((tmp_path / "home" / "root", tmp_path / "root")):
+            cache = open_cache(root / "gpu", Path(private, str(number)))
+            assert cache.is_private
+            assert not list((cache.folder / "triton").iterdir())
+    (tmp_path / "home").chmod(0o700)
+    (tmp_path / "root" / "gpu").chmod(0o700)
+
+
+@pytest.mark.parametrize("place", [".", "gpu", "gpu/triton"])
+@pytest.mark.parametrize("by", ["owner", "mode"])
+def test_what_others_may_have_written_is_not_run(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch, place: str, by: str
+) -> None:
+    caches.open()
+    put("A")
+    if by == "mode":
+        (caches.root / place).chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(caches.root / place, OTHER_USER, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
+    before = caches.files()
+    cache = caches.open()
+    assert cache.is_private
+    assert found("A") == {}
+    put("A")
+    assert found("A") == KERNEL
+    assert caches.files() == before
+
+
+def test_a_root_in_which_nobody_replaces_what_is_another_s_may_be_open_to_all(
+    caches: Caches,
+) -> None:
+    caches.open()
+    caches.root.chmod(0o1777)
+    assert not caches.open().is_private
+    caches.kept.chmod(0o1777)
+    assert caches.open().is_private

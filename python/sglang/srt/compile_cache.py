@@ -4,7 +4,8 @@
 for each GPU, torch, Triton and set of kernels. Triton and sgl-kernel keep what they compile in it
 with caches of their own, which know what each file was compiled from; TRITON_CACHE_DIR and
 SGL_KERNEL_CACHE_DIR say otherwise. If it cannot be written, what it holds is read all the same, and
-what is new goes to a private folder that ends with the server.
+what is new goes to a private folder that ends with the server. What it holds is run, so nothing is
+read that a user other than this one and root may have written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -27,23 +29,25 @@ GROUP = "__grp__"  # how Triton's files begin that name the other files of a ker
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
-    """A folder that can be written.
+    """Names a folder that can be written.
 
     Attributes:
         kept: the folder of `SGLANG_CACHE_DIR` that it stands for.
+        problem: why that one is not used itself; empty if it is.
     """
 
     folder: Path
     kept: Path
+    problem: str = ""
 
     @property
     def is_private(self) -> bool:
         """Tells whether it ends with the server."""
-        return self.folder != self.kept
+        return bool(self.problem)
 
     @property
     def prices(self) -> Path:
-        """Where prices of steps are kept."""
+        """Names the folder of prices of steps."""
         return self.folder / PRICES
 
     def use(self, environ: MutableMapping[str, str]) -> None:
@@ -89,15 +93,33 @@ def open_cache(kept: Path, private: Path) -> CompileCache:
     Raises:
         OSError: if neither can be written.
     """
-    if _can_be_written(kept):
+    can_be_written, is_safe = _can_be_written(kept), _is_safe(kept)
+    if can_be_written and is_safe:
         return CompileCache(kept, kept)
     private.mkdir(mode=0o700)
     for part in (*PARTS.values(), PRICES):
         (private / part).mkdir()
-        for entry in _entries(kept / part):
+        for entry in _entries(kept / part) if is_safe else ():
             if _is_complete(entry):
                 (private / part / entry.name).symlink_to(entry.absolute())
-    return CompileCache(private, kept)
+    problem = "cannot be written" if is_safe else "cannot be read, or others may write to it"
+    return CompileCache(private, kept, problem)
+
+
+def _is_safe(kept: Path) -> bool:
+    """Tells whether none but this user and root may have written to a folder, if it is there. In a
+    root such as /tmp everyone may write, and nobody replaces another's folder."""
+    try:
+        if not kept.exists():
+            return True
+        root = kept.parent.stat()
+        parts = [kept / part for part in (*PARTS.values(), PRICES)]
+        own = [place.stat() for place in (kept, *parts) if place.exists()]
+    except OSError:
+        return False
+    is_open = root.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    is_open |= any(each.st_mode & stat.S_IWOTH for each in own)
+    return not is_open and all(each.st_uid in (0, os.geteuid()) for each in (root, *own))
 
 
 def _can_be_written(folder: Path) -> bool:

@@ -224,7 +224,7 @@ def library_state(architecture: str) -> str:
     except KernelUnavailableError as error:
         raise KernelUnavailableError(f"{reason} {error}") from error
     library = cache_root() / plan.key() / LIBRARY_NAME
-    if library.is_file():
+    if os.path.isfile(library):  # unlike `Path.is_file` also of folders that may not be looked into
         return f"compiled, in {library.parent}"
     return f"{plan.toolchain.nvcc} compiles them at the first start"
 

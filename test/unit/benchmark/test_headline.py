@@ -91,6 +91,16 @@ def test_a_merged_result_has_all_figures_and_says_what_is_missing(
     assert "Not measured at this commit: server, look-ahead." in text
 
 
+def test_parts_of_changed_files_are_measured_again_at_the_commit(
+    tmp_path: Path, measured: list[str]
+) -> None:
+    assert headline.main(["--out", str(tmp_path), "--parts", "plain"]) == 0
+    file = tmp_path / "plain.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dirty": True}))
+    assert headline.main(["--out", str(tmp_path), "--parts", "plain"]) == 0
+    assert measured == ["plain", "plain"]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -165,6 +175,7 @@ def ratio(name: str, *ratios: float) -> dict[str, Any]:
         ((0.990, 0.991, 0.990), "**no**"),
         ((1.01, 0.97, 1.02), "**no**"),  # a round is below 0.98
         ((1.2,), "**no**"),  # one round has no interval
+        ((0.981, 0.999), "**no**"),  # an interval so wide that it would reach anything
     ],
 )
 def test_a_ratio_is_reached_by_the_upper_end_of_its_interval(

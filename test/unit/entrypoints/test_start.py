@@ -21,7 +21,7 @@ from serving_utils import make_model_dir
 from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
 from sglang.srt.entrypoints.children import CHILD_MODULES, Child, child_environ
-from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError
+from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError, ProcessTree
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.server_state import ServerState
@@ -173,6 +173,17 @@ def test_a_child_that_is_told_nothing_ends_without_a_word() -> None:
         command, stdin=subprocess.DEVNULL, capture_output=True, env=child_environ(), timeout=60
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+def test_children_that_end_while_they_wait_end_the_start_and_leave_nothing() -> None:
+    waiting = {role: Child("keyword") for role in CHILD_MODULES}  # a module that does nothing
+    for child in waiting.values():
+        child.process.wait()
+    tree = ProcessTree(ServerArgs(model_path="demo"), lambda reason: None, waiting)
+    with pytest.raises(LaunchError, match="scheduler process ended with exit code 0"):
+        tree.start()
+    tree.stop()
+    assert not tree.private_directory.exists()
 
 
 def test_the_label_of_the_weights_is_known_before_the_scheduler_says_anything() -> None:

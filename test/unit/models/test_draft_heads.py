@@ -40,7 +40,7 @@ CPU: dict[str, Any] = {
     "max_graph_width": 0,
 }
 HIDDEN_SIZE = 64
-TOLERANCE = 2e-5  # of the largest value: EAGLE's hidden states grow with each step
+TOLERANCE = 1e-4  # of the largest value: EAGLE's hidden states grow with each step, by rounding too
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
 WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE}
 BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])

@@ -16,6 +16,7 @@ from sglang.srt.processes.kept_prices import kept_or_measured
 from sglang.srt.step.price_table import Curve, PriceTable
 from utils import Setup, make_execution, make_random_model
 
+DAMAGED = [b"", b"{}", b'{"measured_with": {}, "prices": 1}', b"\xff", b'{"a":' * 100_000]
 CURVE = Curve((1, 2048), (0.5, 30.25))
 
 
@@ -92,7 +93,7 @@ def test_other_flags_have_prices_of_their_own(tmp_path: Path, runner: Any) -> No
     assert [start(tmp_path, each)[0] for each in (runner, other, runner, other)] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"measured_with": {}, "prices": 1}', b"\xff"])
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_file_is_replaced(tmp_path: Path, runner: Any, content: bytes) -> None:
     start(tmp_path, runner)
     [path] = tmp_path.iterdir()

@@ -97,7 +97,7 @@ def test_the_second_start_measures_nothing_and_has_the_same_prices(
 
 def test_the_file_says_how_long_measuring_took(tmp_path: Path, runners: tuple[Any, Any]) -> None:
     Start(tmp_path, *runners)
-    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME)
+    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME, profiler.Profile)
     assert profile is not None
     assert profile.target.prices.measured_s == TARGET_S
     assert profile.head.prices.measured_s == HEAD_S
@@ -142,6 +142,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "type": {"dtype": "bfloat16"},
     "page": {"page_size": 16},
     "requests": {"max_running_requests": 9},
+    "poison": {"poisons_graphs": False},
     "backend": {"attention_backend": "triton"},
 }
 
@@ -175,7 +176,7 @@ def test_another_head_alone_is_measured_again(
     other = runner_of(model, 32)
     other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
     assert Start(tmp_path, runners[0], other).measured == ["head"]
-    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME)
+    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME, profiler.Profile)
     assert profile is not None
     assert profile.measured_s == TARGET_S + HEAD_S
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sglang.srt.entrypoints.launch_error import LaunchError
@@ -66,9 +66,15 @@ class Child:
         Raises:
             BrokenPipeError: if the child has ended.
         """
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + b"\n")
-        self.process.stdin.flush()
+        pipe = self.process.stdin
+        assert pipe is not None
+        try:
+            pipe.write(line + b"\n")
+            pipe.flush()
+        except BrokenPipeError:
+            with suppress(BrokenPipeError):  # of what is still in the buffer
+                pipe.close()
+            raise
 
 
 @contextmanager

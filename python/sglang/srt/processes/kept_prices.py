@@ -8,8 +8,6 @@ import logging
 import statistics
 from pathlib import Path
 
-import msgspec
-
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.speculative.tile_spec.profiler import (
@@ -17,6 +15,7 @@ from sglang.srt.speculative.tile_spec.profiler import (
     KeptTable,
     ProfileError,
     measured_with,
+    read_profile,
     write_profile,
 )
 from sglang.srt.step.price_table import PriceTable
@@ -61,12 +60,10 @@ def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
 
 
 def _read(path: Path, runner: ModelRunner) -> PriceTable | None:
-    """The prices of a file that holds those of a runner."""
-    if not path.is_file():
-        return None
+    """Gives the prices of a file that holds those of a runner."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=Kept[KeptTable])
-        return kept.checked(runner).table_of(runner)
-    except (OSError, msgspec.MsgspecError, ProfileError) as error:
+        kept = read_profile(path, Kept[KeptTable])
+        return None if kept is None else kept.checked(runner).table_of(runner)
+    except ProfileError as error:
         logger.warning("%s: %s; measured again.", path, error)
         return None

@@ -131,7 +131,7 @@ def use_cache(platform: Platform, private: Path) -> CompileCache:
     """
     cache = open_cache(folder_of(platform.device_name), private)
     if cache.is_private:
-        logger.warning("%s cannot be written: what is compiled now is not kept.", cache.kept)
+        logger.warning("%s %s: what is compiled now is not kept.", cache.kept, cache.problem)
     else:
         logger.info("Compiled kernels are kept in %s.", cache.kept)
     cache.use(os.environ)

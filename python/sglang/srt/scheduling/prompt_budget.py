@@ -160,7 +160,7 @@ class BoundedBudget:
         return PromptAllowance(self._max_tokens, step)
 
     def _decodes_ms(self, decodes: DecodeLoad) -> float:
-        """What a step costs without prompts."""
+        """Prices a step without prompts."""
         return BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
 
     def observe(self, price_ms: float, took_ms: float) -> None:

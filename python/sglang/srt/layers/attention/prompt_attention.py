@@ -208,7 +208,7 @@ class PromptAttention:
         paged: Paged,
         window: int | None,
     ) -> None:
-        """What `forward` does with a layer's pool once its K and V are gathered."""
+        """Does what `forward` does once K and V of a layer are gathered."""
         step = self._step
         assert step is not None
         shares = step.num_splits, self._workspace
@@ -232,8 +232,8 @@ class PromptAttention:
 def prompts_of(
     q_lens: Sequence[int], kv_lens: Sequence[int], least_rows: int = MIN_ROWS
 ) -> list[Prompt]:
-    """Of a step, the requests that feed enough rows over enough KV: MIN_ROWS, or over LONG_KV_LEN
-    tokens `least_rows`."""
+    """Lists the requests of a step that feed enough rows over enough KV: MIN_ROWS, or over
+    LONG_KV_LEN tokens `least_rows`."""
     starts = accumulate(q_lens, initial=0)
     prompts = map(Prompt, range(len(q_lens)), starts, q_lens, kv_lens)
     return [
@@ -295,7 +295,7 @@ def tiles_of_items(prompts: Sequence[Prompt], rows_per_item: int) -> list[int]:
 def _parts(
     numbers: torch.Tensor, size: int, num_positions: int, num_shares: int, may_be_split: bool
 ) -> PromptItems:
-    """Of one tensor that holds the items, `size` numbers, then the places, then the splits."""
+    """Takes apart a tensor of the items, `size` numbers, then the places, then the splits."""
     return PromptItems(
         items=numbers[:size].view(-1, PROMPT_ITEM_SIZE),
         places=numbers[size:-1].view(-1, PLACE_SIZE),

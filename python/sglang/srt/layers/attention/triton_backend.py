@@ -256,7 +256,7 @@ class TritonBackend:
         self._many = ManyRows(many, self._tuning.few, shared)
 
     def _splits_of_many(self, batch: ForwardBatch, limits: RowLimits) -> int:
-        """Of the KV of items of many rows; `PromptAttention` leaves few of them."""
+        """Chooses the splits of items of many rows; `PromptAttention` leaves few of them."""
         if self._prompts is not None:
             return 1
         block_n = self._tuning.few.block_n

@@ -54,6 +54,7 @@ TIMED_FIELDS = (
     "num_threads",
     "ops",
     "page_size",
+    "poisons_graphs",
     "row_width",
 )
 
@@ -196,7 +197,7 @@ class TileSpecProfiler:
     def target(self, measure: Callable[[], PriceTable]) -> PriceTable:
         """Prices of the target's steps."""
         try:
-            profile = read_profile(self._path)
+            profile = read_profile(self._path, Profile)
             if profile is not None:
                 return profile.target.checked(self._target).table_of(self._target)
         except ProfileError as error:
@@ -215,7 +216,7 @@ class TileSpecProfiler:
         logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
         target = Kept(measured_with(self._target), KeptTable.of(target_prices))
         try:
-            profile = read_profile(self._path)
+            profile = read_profile(self._path, Profile)
         except ProfileError:  # `target` has told it
             profile = None
         try:
@@ -319,9 +320,9 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_profile(path: Path) -> Profile | None:
-    """What a file holds; None where there is none, or a folder, or none that may be opened: if it
-    cannot be replaced either, `_keep` says so.
+def read_profile(path: Path, kind: type[T]) -> T | None:
+    """Reads what a file holds; None where there is none, or a folder, or none that may be opened:
+    if it cannot be replaced either, whoever writes it says so.
 
     Raises:
         ProfileError: if it is no file, too large, cannot be read or holds something else.
@@ -332,7 +333,7 @@ def read_profile(path: Path) -> Profile | None:
         # A pipe would block, and a device never end.
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             raise ProfileError(f"not a file of at most {MAX_BYTES >> 20} MiB")
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except PermissionError:
         return None
     except OSError as error:

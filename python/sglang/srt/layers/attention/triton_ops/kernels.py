@@ -61,7 +61,7 @@ class Paged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """How items are shared out among programs where the device knows the number of splits.
+    """Shares items out among programs where the device knows the number of splits.
 
     Attributes:
         num_splits: [1] int32, of the KV of each item; with several, `add_up_splits` makes the
@@ -81,7 +81,7 @@ def _leave_sums(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What a split's program has found of an item, to the workspace."""
+    """Stores what a split's program has found of an item in the workspace."""
     part = index * NUM_KV_HEADS + tl.program_id(1)
     part = (part * num_splits + split).to(tl.int64)
     row = part * BLOCK_M + tl.arange(0, BLOCK_M)
