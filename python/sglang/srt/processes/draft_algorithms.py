@@ -16,7 +16,7 @@ from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.spec_info import NGRAM
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +56,12 @@ class Algorithm(NamedTuple):
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """The entry of a name, in any case.
+    """Finds the entry of a name, in any case, of an algorithm with a draft model.
 
     Raises:
         ValueError: for an algorithm that this runtime does not have; the text says which it has.
     """
-    found = ALGORITHMS.get(name.upper())
-    if found is not None:
-        return found
-    known = f"{', '.join(ALGORITHMS)} and {NGRAM}"
-    raise ValueError(f"--speculative-algorithm {name} is unknown; there are {known}.")
+    return ALGORITHMS[SpeculativeAlgorithm.from_string(name)]
 
 
 def draft_path(args: ServerArgs, what: str) -> str:
@@ -122,7 +118,7 @@ def _standalone(asked: Asked) -> StandaloneConfig:
 
 
 ALGORITHMS = {
-    "EAGLE": Algorithm("eagle", partial(_eagle, EAGLE)),
-    "EAGLE3": Algorithm("eagle", partial(_eagle, EAGLE3)),
-    "STANDALONE": Algorithm("standalone", _standalone, num_free=0),
+    SpeculativeAlgorithm.EAGLE: Algorithm("eagle", partial(_eagle, EAGLE)),
+    SpeculativeAlgorithm.EAGLE3: Algorithm("eagle", partial(_eagle, EAGLE3)),
+    SpeculativeAlgorithm.STANDALONE: Algorithm("standalone", _standalone, num_free=0),
 }

@@ -1,7 +1,37 @@
-"""The algorithm that has no draft model, and how much may be drafted. Those with one: `ALGORITHMS`
-in `processes/draft_algorithms.py`."""
+"""Names of the algorithms, and how much may be drafted."""
 
 from __future__ import annotations
 
-NGRAM = "NGRAM"  # drafts from earlier text and has no draft model
+from enum import StrEnum
+
 MAX_NUM_STEPS = 63  # tokens drafted one behind the other
+
+
+class SpeculativeAlgorithm(StrEnum):
+    """Names what makes drafts: `--speculative-algorithm`. Flags and options of those with a draft
+    model: `ALGORITHMS` in `processes/draft_algorithms.py`."""
+
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
+    STANDALONE = "STANDALONE"
+    NGRAM = "NGRAM"  # drafts from earlier text and has no draft model
+
+    @classmethod
+    def from_string(cls, name: str) -> SpeculativeAlgorithm:
+        """Reads a name, in any case.
+
+        Raises:
+            ValueError: for an algorithm that this runtime does not have; the text says which it
+                has.
+        """
+        try:
+            return cls(name.upper())
+        except ValueError:
+            *others, last = cls
+            known = f"{', '.join(others)} and {last}"
+            raise ValueError(
+                f"--speculative-algorithm {name} is unknown; there are {known}."
+            ) from None
+
+
+NGRAM = SpeculativeAlgorithm.NGRAM
