@@ -35,12 +35,16 @@ class EagleVerifyInput:
         confidence: [D, S] float32; by the head, the probability that a draft is right, if those
             before it are (`Confidence.drafts`). None: nobody asks.
         parents: [D, S] int32; see `DraftTrees.write`. None: chains.
+        per_request_draft_token_num: [D] int64; how many of its S drafts each request proposes, the
+            first ones; the certain token is not counted. None: all S.
     """
 
     draft_token: torch.Tensor
     confidence: torch.Tensor | None = None
     parents: torch.Tensor | None = None
+    per_request_draft_token_num: torch.Tensor | None = None
 
     def write(self, ops: StepOps, state: RequestRows, rows: torch.Tensor) -> None:
         """Hands them to the next step of the target; rows [D] int64, of the token table."""
-        ops.write_drafts(state, rows, self.draft_token, None, self.parents, self.confidence)
+        counts = self.per_request_draft_token_num
+        ops.write_drafts(state, rows, self.draft_token, counts, self.parents, self.confidence)

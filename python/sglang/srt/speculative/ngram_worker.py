@@ -19,6 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
 from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
 from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
@@ -57,7 +58,7 @@ class NgramDrafter:
         if options.breadth > 1:
             _check_trees(parts.runners.target.config.attention_backend)
         self._state = parts.state
-        self._write = parts.runners.target.step_ops.write_drafts
+        self._step_ops = parts.runners.target.step_ops
         self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
         self.memory = NgramMemory(parts.state, capacity, options.corpus)
@@ -163,7 +164,8 @@ class NgramDrafter:
         counts = self._within_budget(counts, found)
         if self._chains is not None:
             confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
-        self._write(self._state, rows, found.tokens, counts, confidence=confidence)
+        drafts = EagleVerifyInput(found.tokens, confidence, per_request_draft_token_num=counts)
+        drafts.write(self._step_ops, self._state, rows)
 
     def _within_budget(self, counts: torch.Tensor, found: Continuation) -> torch.Tensor:
         """[R]; of counts [R] drafts of chains as many as the corpus may give."""
@@ -192,14 +194,17 @@ class NgramDrafter:
         in_corpus = torch.stack([each.in_corpus for each in found], 1)
         nodes = trees.order(rows, match_lens, in_corpus)
         tokens = torch.cat([each.tokens for each in found], 1).gather(1, nodes.order)
-        self._write(
-            self._state,
-            rows,
+        drafts = EagleVerifyInput(
             tokens[:, :num_drafts],
-            torch.minimum(nodes.counts, counts),
-            nodes.parents[:, :num_drafts],
             confidence_of_scores(nodes.scores)[:, :num_drafts],
+            nodes.parents[:, :num_drafts],
+            per_request_draft_token_num=torch.minimum(nodes.counts, counts),
         )
+        drafts.write(self._step_ops, self._state, rows)
+
+
+# SGLang's name of it. The target's pass and verification are no part: see `TpModelWorker`.
+NGRAMWorker = NgramDrafter
 
 
 def _check_trees(backend: str) -> None:
