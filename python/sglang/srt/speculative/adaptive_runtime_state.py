@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+from sglang.srt.speculative.round_options import SpecRuntimeState as SpecRuntimeState
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts

@@ -1,4 +1,4 @@
-"""From the steps of a draft model to what the target verifies."""
+"""Turns the steps of a draft model into what the target verifies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sgl_kernel import build_tree_kernel_efficient as build_tree_kernel_efficient
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.step.request_rows import confidence_of_scores
 

@@ -165,3 +165,7 @@ class EagleDrafter:
             return EagleVerifyInput(chains)
         probs = torch.cat((scores[:, None], more.logprobs.exp()), dim=1)
         return EagleVerifyInput(chains, probs)
+
+
+# SGLang's name of it. The target's pass and verification are no part: see `TpModelWorker`.
+EAGLEWorker = EagleDrafter

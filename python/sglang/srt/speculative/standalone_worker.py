@@ -148,6 +148,10 @@ class StandaloneDrafter:
         return EagleVerifyInput(token_ids, logprobs.exp() if self._is_asked else None)
 
 
+# SGLang's name of it. The target's pass and verification are no part: see `TpModelWorker`.
+StandaloneWorker = StandaloneDrafter
+
+
 def all_verify(step: ComputedStep) -> bool:
     """Whether every request of a step verified drafts. Then the draft model was fed the token that
     was certain before, and has its KV."""
