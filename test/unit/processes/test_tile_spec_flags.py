@@ -59,7 +59,11 @@ def test_prices_are_kept_below_the_current_folder_or_in_the_one_named(
 
 
 @pytest.mark.parametrize(
-    "flags", [{"speculative_load_aware": "off"}, {"speculative_adaptive": True}]
+    "flags",
+    [
+        {"speculative_load_aware": "off"},
+        {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"},
+    ],
 )
 def test_any_rule_for_the_number_of_drafts_goes_with_it(
     target: Path, head: str, flags: dict[str, Any]
