@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,7 +110,6 @@ class LookaheadRows:
         self,
         batch: ScheduleBatch,
         longest_pending: int | None,
-        confidences: Mapping[int, Sequence[float]],
         is_packed: bool,
     ) -> UpcomingStep:
         """What the length policy gets to see of a step; `longest_pending` as for `plan`, the rest
@@ -140,7 +138,6 @@ class LookaheadRows:
             prompt_reqs=prompt_reqs,
             prompts=tuple(prompts),
             num_ended=num_ended,
-            confidences=confidences,
             is_packed=is_packed,
         )
 

@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-from sglang.srt.device_copies import HostCopy
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
@@ -85,18 +84,15 @@ class MaskDrafter:
         self._lookahead = LookaheadRows(num_rows, device, config.limits_unverified)
         self._ops = ops(state, self._lookahead.thresholds)
         self._unread: deque[_Unread] = deque()
-        self._copies: deque[HostCopy] = deque()  # of confidences, likewise
-        self._confidences: dict[int, list[float]] = {}  # by row
         self._has_warned = False
 
     @staticmethod
     def needs(options: MTPConfig) -> DrafterNeeds:
         policy: type[LengthPolicy] = LENGTH_POLICIES.load(options.length_policy)
-        keeps_confidences = options.packs_rows or policy.wants_confidences
         return DrafterNeeds(
             max_drafts=options.max_k - 1,
             max_rows=2 * options.max_k - 1,
-            max_masks=options.max_k - 1 if keeps_confidences else None,
+            max_masks=options.max_k - 1 if options.packs_rows else None,
             suppressed_token_ids=(options.mask_token_id,),
             needs_prices=policy.needs_prices,
             bypasses_graphs=options.bypasses_graphs,
@@ -119,17 +115,11 @@ class MaskDrafter:
         return PLAIN_WIDTH if k == 1 else StepWidth(2 * k - 1, k - 1, k)
 
     def admit(self, new_rows: list[NewRow]) -> None:
-        for new in new_rows:
-            self._confidences.pop(new.row, None)
         self._lookahead.initialize(new_rows)
 
     def observe(self, result: HostResult) -> None:
         """Tells the length policy how many tokens of the oldest unread step were accepted."""
         step = self._unread.popleft()
-        if self._copies:
-            confidences, pending_lens = (part.tolist() for part in self._copies.popleft().read())
-            for row, values, count in zip(step.rows, confidences, pending_lens, strict=True):
-                self._confidences[row] = values[: count - 1]
         accepted = self._lookahead.accepted(
             step.rows, step.plan, result.accept_lens, result.num_drafts
         )
@@ -164,11 +154,6 @@ class MaskDrafter:
         """The drafts are what the target chose behind its mask tokens."""
         if not step.plan.is_plain:
             self._ops.propose(step.chosen, step.accepted)
-        if self._policy.wants_confidences:
-            state, rows = step.state, step.inputs.rows
-            assert state.confidence is not None
-            parts = [state.confidence.drafts[rows], state.pending_lens[rows]]
-            self._copies.append(HostCopy(parts))
         if self._config.bypasses_graphs and not step.forward.used_graph:
             self._warn_of_bypass(step)
 
@@ -200,6 +185,5 @@ class MaskDrafter:
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
             return None
-        told = {row: self._confidences[row] for row in batch.rows if self._confidences.get(row)}
         is_packed = self._config.packs_rows
-        return self._policy.choose(rows.upcoming_step(batch, longest_pending, told, is_packed))
+        return self._policy.choose(rows.upcoming_step(batch, longest_pending, is_packed))

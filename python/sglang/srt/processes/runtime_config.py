@@ -200,15 +200,14 @@ def _device(args: ServerArgs, platform: Platform) -> str:
 
 def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) -> PlannerConfig:
     threshold = args.priority_scheduling_preemption_threshold
-    chunk, follows_load, max_step_ms = args.chunked_prefill_size, False, 0.0
+    chunk, max_step_ms = args.chunked_prefill_size, 0.0
     if not isinstance(chunk, int):
-        chunk, follows_load = MAX_CHUNKS[device], True
+        chunk = MAX_CHUNKS[device]
         wished_ms = args.max_step_ms
         max_step_ms = DEFAULT_MAX_STEP_MS[device] if wished_ms is None else wished_ms
     splits = chunk != UNSPLIT
     return PlannerConfig(
         chunked_prefill_size=chunk if splits else context_len,
-        chunks_follow_load=follows_load,
         max_step_ms=max_step_ms,
         bounds_streams_alone=args.max_step_ms is None,
         splits_prompts=splits,

@@ -33,7 +33,6 @@ class PlannerConfig:
 
     Attributes:
         chunked_prefill_size: prompt tokens in a step, at most.
-        chunks_follow_load: fewer where requests decode: see `max_step_ms`. If not, always so many.
         max_step_ms: what a step may take in which requests decode, by its price; 0 is no bound.
         bounds_streams_alone: it holds only while a running or waiting request streams.
         preemption_threshold: orders by priority, and lets a waiting request push aside a running
@@ -44,7 +43,6 @@ class PlannerConfig:
     """
 
     chunked_prefill_size: int
-    chunks_follow_load: bool = False
     max_step_ms: float = 0.0
     bounds_streams_alone: bool = False
     max_running_requests: int

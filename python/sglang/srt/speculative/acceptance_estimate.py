@@ -68,15 +68,6 @@ class Survival:
         self._tried[j] *= share
         self._kept[j] *= share
 
-    def mean_lengths(self, longest: int) -> list[float]:
-        """The means of `runs`."""
-        survival, chance, means = PRIOR_SURVIVAL, 1.0, [1.0]
-        for tried, kept in zip(self._tried[: longest - 1], self._kept, strict=False):
-            survival = (kept + PRIOR_TRIALS * survival) / (tried + PRIOR_TRIALS)
-            chance *= survival
-            means.append(means[-1] + chance)
-        return means
-
     def runs(self, longest: int) -> list[Estimate]:
         """Lengths of runs of at most 1, 2, ... `longest` tokens; their variance is that of products
         of independent shares (Greenwood)."""

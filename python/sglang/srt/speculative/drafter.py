@@ -196,17 +196,6 @@ class Drafter(Protocol):
         """Hears the result of the oldest step that it has not heard of."""
 
 
-def verifying_plan(batch: ScheduleBatch, max_drafts: int, max_accepted: int) -> RowPlan:
-    """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and has room for `max_drafts` drafts, of which max_accepted - 1 may be confirmed; less if it has
-    fewer slots, as requests without look-ahead have."""
-    slots = list(zip(batch.num_prompt_tokens, batch.max_q_lens, strict=True))
-    if all(num_prompt or reserved == 1 for num_prompt, reserved in slots):
-        return RowPlan(StepCounts.plain(batch))
-    room = [0 if num_prompt else min(max_drafts, reserved - 1) for num_prompt, reserved in slots]
-    return RowPlan(_counts(batch, room), max_pending=1 + max_drafts, max_accepted=max_accepted)
-
-
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> RowPlan:

@@ -36,11 +36,9 @@ class LengthPolicy(Protocol):
 
     Attributes:
         needs_prices: whether it goes by prices of steps, which are then measured at start-up.
-        wants_confidences: whether it looks at `UpcomingStep.confidences`, which cost a copy.
     """
 
     needs_prices: ClassVar[bool]
-    wants_confidences: ClassVar[bool]
 
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
         """
@@ -61,7 +59,6 @@ class FullLength:
     """Every request predicts as many tokens as it wishes."""
 
     needs_prices = False
-    wants_confidences = False
 
     def __init__(self, prices: PriceTable | None = None, max_k: int = 1) -> None: ...
 
@@ -136,7 +133,6 @@ class LoadAwareLength:
     """
 
     needs_prices = True
-    wants_confidences = False
 
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
         assert prices is not None, "Lengths go by prices, and nobody has measured any."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -71,9 +71,6 @@ class UpcomingStep:
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompts: the chunks of prompts that it feeds.
         num_ended: requests that have ended since the step before.
-        confidences: of rows of the page table whose requests had drafts after the last step that
-            was read, how probable each draft is, given those before it; empty unless the policy
-            wants them.
         is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
     """
 
@@ -84,7 +81,6 @@ class UpcomingStep:
     prompt_reqs: int = 0
     prompts: tuple[PromptChunk, ...] = ()
     num_ended: int = 0
-    confidences: Mapping[int, Sequence[float]] = field(default_factory=dict)
     is_packed: bool = False
 
     @property

@@ -27,7 +27,6 @@ class AttentionCapabilities:
 
     Attributes:
         page_sizes: None for any.
-        needs_host_lens: a plan may wait for the device to know the lengths.
         tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
         max_mask_entries: of a step with `ancestors`, the most pairs of a row that it feeds and a
             key of its request; None: any number.
@@ -44,7 +43,6 @@ class AttentionCapabilities:
     dtypes: frozenset[torch.dtype]
     page_sizes: frozenset[int] | None
     graph: GraphSupport
-    needs_host_lens: bool
     tree_masks: bool
     captures_trees: bool
     reads_q_starts: bool

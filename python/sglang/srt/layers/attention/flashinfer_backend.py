@@ -297,7 +297,6 @@ class FlashInferBackend:
             dtypes=frozenset(getattr(torch, name) for name in LIMITS.dtypes),
             page_sizes=None,
             graph=GraphSupport.UNIFORM_Q,
-            needs_host_lens=True,
             tree_masks=True,
             max_mask_entries=LIMITS.max_mask_entries,
             captures_trees=False,

@@ -67,7 +67,6 @@ class TorchNativeBackend:
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             page_sizes=None,
             graph=GraphSupport.NEVER,
-            needs_host_lens=True,
             tree_masks=True,
             captures_trees=False,
             reads_q_starts=False,

@@ -135,7 +135,6 @@ class TritonBackend:
             dtypes=frozenset(DTYPES),
             page_sizes=None,
             graph=GraphSupport.RAGGED_Q,
-            needs_host_lens=False,
             tree_masks=True,
             captures_trees=True,
             reads_q_starts=True,
