@@ -1,4 +1,4 @@
-"""How many of the tokens that are predicted will be accepted, and how sure that is."""
+"""Estimates how many predicted tokens will be accepted, and how sure that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many tokens a head drafts, by how many of its drafts were right lately. No torch, no clock.
+"""Chooses how many tokens a head drafts, by how many of its drafts were right lately. No torch, no
+clock.
 
 Each range of batch sizes is a slot (`adaptive_config`) with steps and a moving average of its own.
 A round is one verification of a batch's drafts. One of the slot's own steps is counted:
@@ -25,7 +26,7 @@ from sglang.srt.speculative.adaptive_config import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotState:
-    """What a slot has come to.
+    """The state that a slot has reached.
 
     Attributes:
         steps: of its rounds from now on, one of its candidates.

@@ -1,5 +1,5 @@
-"""Which drafts of a step are confirmed: those that the target's own tokens equal, those that are
-probable enough, or, for benchmarks, so many."""
+"""Confirms drafts of a step: those equal to the target's own tokens, those that are probable
+enough, or, for benchmarks, a chosen number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang.srt.step.step_ops import READ_START, LookaheadLayout, RowLayout
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What the target says of a step with look-ahead.
+    """The target's tokens and probabilities in a step with look-ahead.
 
     Attributes:
         layout: with look-ahead.

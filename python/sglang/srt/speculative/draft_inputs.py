@@ -1,4 +1,5 @@
-"""What a drafter's model is fed over the rows of a step of the target: tokens of its requests."""
+"""Lays out what a drafter's model is fed over the rows of a step of the target: tokens of its
+requests."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What a step of R requests feeds and reads, as far as the host knows.
+    """The rows that a step of R requests feeds and reads, as far as the host knows.
 
     Attributes:
         counts: rows, of each request the most.
@@ -70,13 +70,13 @@ class RowPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nobody looks ahead."""
+        """Tells whether no request looks ahead."""
         return self.counts.is_plain
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """What the target chose after the S rows read of a step.
+    """The tokens that the target chose after the S rows read of a step.
 
     Attributes:
         layout: the step's rows; `layout.reads` says which row each token follows.
@@ -131,7 +131,7 @@ class ExtendedStep:
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What a drafter is made of.
+    """The parts that a drafter is made of.
 
     Attributes:
         options: what `DrafterConfig.options` holds.
@@ -150,7 +150,7 @@ class DrafterParts:
 
 
 class DrafterType(Protocol):
-    """What `DRAFTERS` names: a class of drafters, before there is one."""
+    """A class of drafters, before there is one; `DRAFTERS` names such classes."""
 
     def needs(self, options: Any) -> DrafterNeeds:
         """
@@ -176,7 +176,7 @@ class Drafter(Protocol):
         """Requests that have just got a row, before the first step with them is planned."""
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        """What the next step feeds and reads. The step before has not been read yet."""
+        """Plans what the next step feeds and reads. The step before has not been read yet."""
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         """Takes what it needs of a step: models of its own run over the same rows. Called for every

@@ -1,4 +1,4 @@
-"""What EAGLE's steps hand to each other: chains or trees of D requests, on the device."""
+"""The data that EAGLE's steps hand to each other: chains or trees of D requests, on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.step.step_ops import StepOps
 
 @dataclass(frozen=True, slots=True)
 class EagleDraftInput:
-    """What a draft step of the head feeds: the draft chosen last.
+    """The input of a draft step of the head: the draft chosen last.
 
     Attributes:
         token_ids: [D] int64; the target's ids.

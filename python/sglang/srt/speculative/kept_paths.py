@@ -1,5 +1,5 @@
-"""What a drafter's model is fed behind a step whose drafts were trees: the confirmed paths, which
-have been moved to the front by then."""
+"""Lays out what a drafter's model is fed after a step whose drafts were trees: the confirmed paths,
+which have been moved to the front by then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.step.step_ops import NUM_PROMPT, Q_LEN, Q_START
 
 @dataclass(frozen=True, slots=True)
 class KeptPaths:
-    """Which rows of a step R requests may have kept.
+    """The rows of a step that R requests may have kept.
 
     Attributes:
         inputs: what the target was given.

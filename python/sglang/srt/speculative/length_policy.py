@@ -1,4 +1,4 @@
-"""How many tokens to predict under the load at hand.
+"""Chooses how many tokens to predict under the current load.
 
 More predictions per request cost more rows per step. While a step is bound by reading the weights
 they are nearly free; beyond that each row costs time, and rows of predictions that will not be
@@ -48,7 +48,8 @@ class LengthPolicy(Protocol):
         """
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        """How far adjustable requests may look ahead in the next step. Called where one does."""
+        """Returns how far adjustable requests may look ahead in the next step. Called where one
+        does."""
 
     def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
         """The outcome of the oldest step that was chosen for and has not been observed; `tier` is
@@ -86,7 +87,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What each limit from 1 on gains over limit 1.
+    """The gain of each limit from 1 on over limit 1.
 
     A token is worth the time that the same requests need for one when no prompt is there: a step
     with prompts is long whatever is predicted in it.
@@ -225,8 +226,8 @@ class LoadAwareLength:
         return granted if granted < upcoming.cuttable_rows(limit) else None
 
     def _share_with_drafts(self, kind: Kind, k: int) -> float:
-        """Of verified requests that predict k tokens per step: a step whose drafts are not all
-        confirmed leaves none for the next one."""
+        """Returns the share of verified requests of a kind that have drafts when they predict k
+        tokens per step: a step whose drafts are not all confirmed leaves none for the next one."""
         if k == 1:
             return 1.0
         if (kind, k) not in self._shares:

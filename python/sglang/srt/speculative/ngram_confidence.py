@@ -1,4 +1,5 @@
-"""How probable it is that drafts of n-grams are right, by the length of the match behind them."""
+"""Learns how probable it is that drafts of n-grams are right, by the length of the match before
+them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Trials:
 
 
 class MatchConfidence:
-    """Of chains: by class of match and place in the chain.
+    """Chances of chains, by class of match and place in the chain.
 
     Attributes:
         trials: [NUM_CLASSES, D]
@@ -69,7 +70,7 @@ class MatchConfidence:
         self._padding_row = padding_row
 
     def learn(self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor) -> None:
-        """What became of the drafts that `proposed` was last told of.
+        """Learns which of the drafts that `proposed` last heard of were right.
 
         Args:
             rows: [R] int64.
@@ -110,8 +111,8 @@ class OrderedNodes(NamedTuple):
 
 
 class BranchConfidence:
-    """Of trees whose branches part at the root: by whether a branch is the first one, by class of
-    its match, and by place in the branch.
+    """Chances of trees whose branches part at the root: by whether a branch is the first one, by
+    class of its match, and by place in the branch.
 
     Attributes:
         trials: [2, NUM_CLASSES, D]; of first branches, and of all others.
@@ -149,7 +150,7 @@ class BranchConfidence:
         num_right: torch.Tensor,
         path: torch.Tensor,
     ) -> None:
-        """What became of the nodes that `order` last gave.
+        """Learns which of the nodes that `order` last gave were right.
 
         Args:
             rows: [R] int64.

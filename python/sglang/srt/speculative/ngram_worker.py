@@ -147,7 +147,7 @@ class NgramDrafter:
     def _learn(
         self, rows: torch.Tensor, num_drafts: torch.Tensor, accepted: AcceptedTokens
     ) -> None:
-        """What became of the drafts that were fed, num_drafts [R] of rows [R]."""
+        """Learns from the drafts that were fed, num_drafts [R] of rows [R]."""
         num_right = accepted.accept_lens - 1
         if self._trees is not None:
             assert accepted.path is not None, "A step with trees confirms paths."

@@ -1,5 +1,5 @@
-"""Which prompts share the rounds of requests that decode: their rows take room that drafts might
-have had for nothing."""
+"""Follows the prompts that share rounds with decoding requests: their rows take room that drafts
+might have had for nothing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SPREAD, MAX_NUMBERS = 1.7, 6
 
 
 def round_of(batch: ScheduleBatch) -> RoundCase:
-    """What the requests of a step that decode do, beside its prompts."""
+    """Returns what the decoding requests of a step do, beside its prompts."""
     lens = zip(batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True)
     decodes = [bound - reserved for bound, reserved, num_prompt in lens if not num_prompt]
     return RoundCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
 
 
 class Mean:
-    """Of the last values that were added, so many at most; 0 before there is one."""
+    """A running mean of the last `memory` values; 0 when empty."""
 
     def __init__(self, memory: int) -> None:
         self.value = 0.0
@@ -36,9 +36,9 @@ class Mean:
 
 
 class PromptMix:
-    """How many prompts come with so many new tokens, and of how many rows they are, by the last
+    """Estimates how many prompts, of how many rows, come with a number of new tokens, by the last
     steps in which requests decode. A request that is given more tokens per step ends sooner, and
-    the next one's prompt comes sooner: so it is tokens, not steps, that prompts are counted by.
+    the next one's prompt comes sooner: so prompts are counted by tokens, not by steps.
 
     A prompt that is read in several steps fills all of them but the last, so what it feeds is never
     twice in a step. Such full steps are counted apart, with all that they feed.

@@ -1,4 +1,4 @@
-"""How many tokens requests are given per round of any number of drafts, in the long run.
+"""Estimates how many tokens requests are given per round of any number of drafts, in the long run.
 
 Drafts are right in stretches, and more often in some requests than in others. Rounds of few drafts
 meet a stretch several times where one of many drafts would have passed it at once, and requests
@@ -77,7 +77,7 @@ UNPREDICTABLE, BEHIND_FULL, UNKNOWN = range(3)
 
 
 class RequestMix:
-    """Of each request, how often stretches of predictable tokens go on and begin.
+    """Estimates, for each request, how often stretches of predictable tokens go on and begin.
 
     Args:
         num_rows: of the page table.
@@ -230,7 +230,7 @@ def _chances(known: Floats, means: Floats) -> tuple[Floats, Floats]:
 
 
 def _sums_before(terms: Floats) -> Floats:
-    """Of terms [K, 1 + most]: of each the sum of those before it."""
+    """Returns for each of terms [K, 1 + most] the sum of those before it."""
     sums = np.zeros_like(terms)
     np.cumsum(terms[:, :-1], axis=1, out=sums[:, 1:])
     return sums

@@ -1,5 +1,5 @@
-"""When a drafter's model is left out of steps, since nobody is given drafts, and when it is fed
-again."""
+"""Decides when a drafter's model is left out of steps, since no request gets drafts, and when it is
+fed again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a drafter plans on the host, whatever it drafts with: how many drafts requests get, and
-which of them are verified.
+"""Plans on the host for a drafter of any kind: how many drafts requests get, and which of them are
+verified.
 
 All requests that are drafted for in a step get chains of the same number of drafts, from 0 on:
 their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. Trees of a head
@@ -95,7 +95,7 @@ class RoundPlanner:
                 self._requests.admit(new.row)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        """What a step feeds, and how many drafts are proposed behind it
+        """Plans what a step feeds, and how many drafts are proposed after it
         (`RowPlan.next_drafts`)."""
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
@@ -200,7 +200,7 @@ class RoundPlanner:
 
 
 class _Round(NamedTuple):
-    """What was drafted for.
+    """The round that drafts were proposed for.
 
     Attributes:
         tier: see `TierPolicy.settled`.
@@ -226,7 +226,7 @@ class _Launched(NamedTuple):
 
 
 def _packs_in_graphs(parts: DrafterParts) -> bool:
-    """Whether packed steps replay graphs."""
+    """Tells whether packed steps replay graphs."""
     backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
     reads_q_starts: bool = backend.capabilities().reads_q_starts
     return reads_q_starts

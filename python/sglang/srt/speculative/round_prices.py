@@ -1,5 +1,5 @@
-"""What a round costs: a step of the target that verifies drafts, and the drafting of as many for
-the next one."""
+"""Prices rounds: a step of the target that verifies drafts, and the drafting of as many for the
+next one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class UpcomingRound(NamedTuple):
 
     @property
     def cases(self) -> list[tuple[float, RoundCase]]:
-        """What it may be, each with its chance."""
+        """Returns the cases that may occur, each with its chance."""
         num_reqs, kv_tokens = self.num_reqs, self.kv_tokens
         return [(chance, RoundCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
 
@@ -155,17 +155,17 @@ class MeasuredRounds:
         return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
 
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
-        """What of a round of `whole_ms` belongs to the prompts beside `num_rows` rows: what their
-        rows would cost elsewhere, and no more than their share of all rows."""
+        """Returns the share of a round of `whole_ms` that belongs to the prompts beside `num_rows`
+        rows: what their rows would cost elsewhere, and no more than their share of all rows."""
         share = prompt_rows / (prompt_rows + num_rows)
         return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
 
     def cost(
         self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int = 0
     ) -> RoundCost:
-        """What was measured of a round in which so many rows are verified, `num_drafts` of a
-        request at most, and each request is given as many drafts for the next one; beside so many
-        rows of prompts, without their attention."""
+        """Returns the measured cost of a round in which `num_rows` rows are verified, at most
+        `num_drafts` drafts of a request, and each request is given as many drafts for the next one;
+        beside `prompt_rows` rows of prompts, without their attention."""
         return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows)
 
     def _cost(self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int) -> RoundCost:
@@ -192,9 +192,9 @@ class MeasuredRounds:
     def fed(
         self, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> tuple[int, int, int]:
-        """What a pass is fed beside so many rows of prompts: requests, rows of the widest one, and
-        rows in all. A prompt is one more request, unless there is room for no more: then it can
-        only come when another one has ended."""
+        """Returns what a pass is fed beside `prompt_rows` rows of prompts: requests, rows of the
+        widest one, and rows in all. A prompt is one more request, unless there is no room for more:
+        then it can only come when another one has ended."""
         if not prompt_rows:
             return num_reqs, width, num_rows
         count = num_reqs + 1

@@ -149,8 +149,8 @@ class StandaloneDrafter:
 
 
 def all_verify(step: ComputedStep) -> bool:
-    """Whether every request of a step verified drafts. Then the draft model was fed the token that
-    was certain before, and has its KV."""
+    """Tells whether every request of a step verified drafts. Then the draft model was fed the token
+    that was certain before, and has its KV."""
     prompts, counts = step.batch.num_prompt_tokens, step.plan.counts
     return not any(prompts) and all(q_len > 1 for q_len in counts.q_lens)
 

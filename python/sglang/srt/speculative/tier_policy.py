@@ -1,4 +1,5 @@
-"""How many drafts requests verify in the next step under the load at hand: its tier.
+"""Chooses the tier, the number of drafts that requests verify in the next step, under the current
+load.
 
 A `LengthPolicy` grants mask rows to the step that is about to be launched, by what may be pending
 there. A tier is chosen one step earlier, when drafts are proposed, since drafting costs too.
@@ -40,7 +41,7 @@ def same_size(num_reqs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierParts:
-    """What a policy is made of.
+    """The parts that a policy is made of.
 
     Attributes:
         prices: of rounds; None where nobody has measured any.
@@ -281,7 +282,7 @@ class LoadAwareTier:
         return self._rivals.choose(self._num_steps, self._num_reqs, rivals)
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
-        """What the next step costs beyond one of the settled tier."""
+        """Pays from the allowance what the next step costs beyond one of the settled tier."""
         assert self._allowance_ms is not None
         if chosen > self.settled:
             self._allowance_ms -= costs[chosen] - costs[self.settled]

@@ -32,7 +32,7 @@ _BY_LENGTH, _COUNT, _BY_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 
 @triton.jit
 def _is_taken(tokens, taken_ptr, num_taken):
-    """Whether each of tokens [BLOCK] is one of those."""
+    """Tells for each of tokens [BLOCK] whether it is one of those taken."""
     found = tokens != tokens
     for index in range(num_taken):
         found = found | (tokens == tl.load(taken_ptr + index))

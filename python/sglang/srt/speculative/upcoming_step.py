@@ -1,5 +1,5 @@
-"""What the length policy hears of a step: who asks for what before its lengths are chosen, and what
-was accepted when its result is read."""
+"""The terms in which a length policy hears of a step: who asks for what before its lengths are
+chosen, and what was accepted when its result is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def all_have_drafts(kind: Kind, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a length policy grants a step.
+    """The look-ahead that a length policy grants a step.
 
     Attributes:
         limit: the most tokens that an adjustable request may predict; 1 at least.
@@ -38,7 +38,7 @@ class Budget:
 
 
 class EmittingRequest(NamedTuple):
-    """What a request that emits in a step asks for.
+    """The wishes of a request that emits in a step.
 
     Attributes:
         kind: None if it accepts all tokens that it predicts (static k, or no look-ahead).
@@ -93,7 +93,7 @@ class UpcomingStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no request has more to feed than its one pending token or its prompt."""
+        """Tells whether no request has more to feed than its one pending token or its prompt."""
         return all(
             request.pending <= 1 and (request.is_adjustable or request.k == 1)
             for request in self.emitting
@@ -116,7 +116,7 @@ class UpcomingStep:
         return self._shape(limit, True, False, share)
 
     def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
-        """Of `current_shape`, the rows that `Budget.num_rows` is about."""
+        """Returns how many rows of `current_shape` `Budget.num_rows` is about."""
         return sum(
             self._rows(request, count, limit, False, share)
             for request, count in self.emitting.items()
@@ -182,7 +182,7 @@ def _is_cuttable(request: EmittingRequest) -> bool:
 
 
 class Accepted(NamedTuple):
-    """What a request accepted of a step.
+    """The tokens that a request accepted of a step.
 
     Attributes:
         num_tried: tokens that it could have accepted.

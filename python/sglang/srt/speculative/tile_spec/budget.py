@@ -1,4 +1,4 @@
-"""How many rows a step of drafts gets, chosen on the host from what it read last.
+"""Chooses on the host how many rows a step of drafts gets, from what it read last.
 
 For each request there is a chain of the same length, or a tree of the same size at most.
 Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of so many
@@ -41,7 +41,8 @@ LOOK_STEPS = 16  # after so many steps it is computed anew what rounds cost and 
 
 
 class RoundTables:
-    """What rounds cost by rows, for any number of requests and drafts, and beside any prompts.
+    """Tables of the cost of rounds by rows, for any number of requests and drafts, and beside any
+    prompts.
 
     Args:
         rounds: prices of rounds.
@@ -60,8 +61,8 @@ class RoundTables:
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
     def table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
-        """Of rounds in which each request has so many drafts, 1 at least; its last bucket is the
-        round that verifies all of them.
+        """Returns the costs of rounds in which each request has `num_drafts` drafts, 1 at least;
+        the last bucket is the round that verifies all of them.
 
         Args:
             case: of `UpcomingRound.cases`.
@@ -197,7 +198,7 @@ class TileSpec:
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
     def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
-        """What the step's round costs, beside the prompts that share it."""
+        """Returns the costs of the step's round, beside the prompts that share it."""
         return self._table(round_of(batch), max(num_drafts))
 
     def _table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
@@ -208,7 +209,8 @@ class TileSpec:
         return self._known[key]
 
     def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
-        """How many of the drafts of so many requests pay; all while nothing is known of any."""
+        """Returns how many of the drafts pay for `num_decodes` requests; all while nothing is known
+        of any."""
         most = sum(num_drafts)
         if self._fixed is not None:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
@@ -218,8 +220,9 @@ class TileSpec:
         return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
 
     def gain(self, case: RoundCase, num_drafts: int) -> float:
-        """How many times as many tokens per millisecond rounds give that verify the drafts that
-        pay, of chains of so many, as rounds that verify all; `case` as for `RoundTables.table`."""
+        """Returns the tokens per millisecond of rounds that verify the drafts that pay, of chains
+        of `num_drafts`, divided by those of rounds that verify all; `case` as for
+        `RoundTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
         chances = self._chances(self._scores, num_drafts, case.num_reqs * num_drafts)

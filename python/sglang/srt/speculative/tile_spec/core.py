@@ -1,4 +1,5 @@
-"""How many drafts a step should verify: what they are worth, what rows cost, and the best number.
+"""Computes how many drafts a step should verify: their worth, the cost of rows, and the best
+number.
 
 Plain arithmetic on the host. A **draft's score** is the product of the head's probabilities along
 its chain up to itself, so it is high if the draft and all before it are probably right. A step of
@@ -202,7 +203,8 @@ class LatencyTable:
 def compute_optimal_k(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> int:
-    """How many drafts to verify, of all requests together, for most tokens per millisecond.
+    """Computes how many drafts to verify, of all requests together, for most tokens per
+    millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
@@ -225,8 +227,8 @@ def compute_optimal_k(
 
 
 class Cut(NamedTuple):
-    """How many drafts to verify, and how many times as many tokens per millisecond that gives as
-    verifying all."""
+    """A number of drafts to verify, and its tokens per millisecond divided by those of verifying
+    all."""
 
     num_drafts: int
     gain: float
