@@ -116,7 +116,8 @@ class KVCanary:
         notes[written] = torch.stack((sums[steps.fed], own[steps.fed], now), dim=1)
 
     def _admissions_of(self, rows: list[int]) -> list[_Admission]:
-        """Of the requests of `rows`; a new one's KV so far is of its cached prefix."""
+        """Returns the admissions of the requests of `rows`; a new one's KV so far is of its cached
+        prefix."""
         for row in rows:
             number = self._state.num_admitted[row]
             if self._admissions[row].number != number:
@@ -136,7 +137,7 @@ class KVCanary:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """Of a row's request.
+    """The admission of a row's request.
 
     Attributes:
         number: see `RequestRows.num_admitted`.
@@ -230,8 +231,8 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Of a batch with `ForwardBatch.ancestors`: what each of its T rows sees of the P =
-    MAX_TREE_ROWS columns that the bits are about. Requests that have more columns from there on
+    """The columns that each of the T rows of a batch with `ForwardBatch.ancestors` sees, among the
+    P = MAX_TREE_ROWS columns that the bits are about. Requests that have more columns from there on
     are chains.
 
     Attributes:

@@ -1,5 +1,5 @@
-"""What the device knows of each running request, so that a step can start before the host has read
-the one before it."""
+"""Holds on the device what a step needs to know of each running request, so that it can start
+before the host has read the step before it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter says nothing
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """How probable it is that look-ahead is of use, by row of the page table.
+    """Chances that look-ahead is of use, by row of the page table.
 
     Attributes:
         drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are. 0 where the
@@ -123,7 +123,7 @@ class RequestRows:
 
     @property
     def outside(self) -> torch.Tensor | None:
-        """Where kernels report columns outside of a row: `ReqToTokenPool.outside`."""
+        """Returns where kernels report columns outside of a row: `ReqToTokenPool.outside`."""
         return self._page_table.outside
 
     def end(self, texts: list[EndedText]) -> None:

@@ -1,5 +1,5 @@
-"""How the rows of a step are divided among its requests, on the device and without a wait: its
-contract, and plain torch: the CPU runtime and the oracle.
+"""Divides the rows of a step among its requests, on the device and without a wait: the contract,
+and plain torch: the CPU runtime and the oracle.
 
 The host knows how many rows a step has. The device knows what each request would feed: first rows
 that it feeds in any case, then its drafts, then masks that predict drafts of the next step. A draft
@@ -24,7 +24,8 @@ HIGHEST_VALUE = 65534
 
 @dataclass(frozen=True, slots=True)
 class WantedRows:
-    """What R requests, in the order of their rows in the step, would feed. All are contiguous.
+    """The rows that R requests would feed, in the order of their rows in the step. All are
+    contiguous.
 
     Attributes:
         least: [R] int64; rows that each feeds in any case.
@@ -44,7 +45,7 @@ class WantedRows:
     rows: torch.Tensor | None = None
 
     def check(self, num_rows: int) -> None:
-        """Of shapes; what the tensors hold is not read."""
+        """Checks shapes; what the tensors hold is not read."""
         num_reqs = len(self.least)
         assert 1 <= num_reqs <= MAX_REQUESTS, f"{num_reqs} requests"
         assert self.draft_confidence.shape[1] <= MAX_DRAFTS, self.draft_confidence.shape
@@ -64,7 +65,7 @@ class WantedRows:
 
 @dataclass(frozen=True, slots=True)
 class DividedRows:
-    """What each request feeds.
+    """The rows that each request feeds.
 
     Attributes:
         q_starts: [R + 1] int64; place of each request's first row in the step, then the end of the
@@ -141,7 +142,7 @@ def _values(confidence: torch.Tensor) -> torch.Tensor:
 
 
 def _order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[R, W] int64; no two are equal, and rows of which it is less go first."""
+    """Returns unique sort keys, [R, W] int64; lower keys win."""
     num_reqs, width = values.shape
     request = torch.arange(num_reqs, device=values.device)[:, None]
     return ((HIGHEST_VALUE - values) * width + offsets) * num_reqs + request

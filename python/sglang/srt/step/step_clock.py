@@ -1,4 +1,4 @@
-"""How long steps take on a GPU, by its own clock."""
+"""Measures how long steps take on a GPU, by its own clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a step computes beside the forward pass, a few integers per row: rows are laid out before
-it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the work.
-"""
+"""Computes what a step needs beside the forward pass, a few integers per row: rows are laid out
+before it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the
+work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PackedSize:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What a step feeds and reads of its R requests.
+    """The numbers of rows that a step feeds and reads of its R requests.
 
     Attributes:
         q_lens: rows fed.
@@ -79,7 +79,8 @@ class StepCounts:
 
     @classmethod
     def plain(cls, batch: ScheduleBatch) -> StepCounts:
-        """Of a step that predicts one token per request and has one pending token of each."""
+        """Returns the counts of a step that predicts one token per request and has one pending
+        token of each."""
         emits = [int(flag) for flag in batch.emits]
         q_lens = [num_prompt or 1 for num_prompt in batch.num_prompt_tokens]
         return cls(q_lens, emits, emits, [True] * len(emits), is_plain=True)
@@ -126,7 +127,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadLayout:
-    """What confirming drafts needs of a step's rows.
+    """The layout of a step's rows, as far as confirming drafts needs it.
 
     Attributes:
         q_starts: [R + 1] int64; place of each request's first row, and the end of the last one's.
@@ -146,7 +147,7 @@ class LookaheadLayout:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """What a step gives its R requests.
+    """The tokens that a step gives its R requests.
 
     Attributes:
         accept_lens: [R] int64; 0 where the step emits nothing.

@@ -1,4 +1,4 @@
-"""Where a grammar comes in: between the forward pass of a step and the choice of its tokens.
+"""Applies a grammar: between the forward pass of a step and the choice of its tokens.
 
 A grammar runs on the host, and what it allows behind a draft depends on the draft. So the worker
 hands the drafts that it feeds to the constraint, and applies the masks that come back to the
@@ -39,7 +39,7 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """What may be chosen.
+    """The tokens that may be chosen.
 
     Attributes:
         rows: which of the S rows read are restricted.

@@ -1,4 +1,4 @@
-"""What a step computes beside the forward pass, each in one Triton kernel.
+"""Computes what a step needs beside the forward pass, each in one Triton kernel.
 
 What the host knows of a step travels in one copy. Triton compiles a kernel anew for each value of a
 constant, and for tensors that do not begin at a multiple of 16 bytes. So numbers of requests and of

@@ -132,7 +132,7 @@ class ScheduleBatch:
 
     @property
     def scores_emitted(self) -> bool:
-        """Whether anyone wants log-probabilities of the tokens that the step emits."""
+        """Tells whether any request wants log-probabilities of the tokens that the step emits."""
         return self.logprobs is not None and bool(self.logprobs.emitting)
 
 
@@ -198,8 +198,8 @@ class GenerationBatchResult:
         object.__setattr__(self, "_copy", copy)
 
     def _copied(self) -> list[tuple[torch.Tensor, ...]]:
-        """What goes to the host: lengths and tokens, counts of drafts, paths, log-probabilities of
-        both kinds, states."""
+        """Returns what goes to the host: lengths and tokens, counts of drafts, paths,
+        log-probabilities of both kinds, states."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
         drafts = () if self.num_drafts is None else (self.num_drafts,)
         paths = () if self.paths is None else (self.paths,)
@@ -214,7 +214,7 @@ class GenerationBatchResult:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `read` would return at once: a CPU computes while it launches."""
+        """Tells whether `read` would return at once: a CPU computes while it launches."""
         return self._copy.is_ready
 
     def wait(self) -> None:
