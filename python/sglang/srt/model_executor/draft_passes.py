@@ -16,7 +16,7 @@ from sglang.srt.models.model import Model
 
 
 class Drafts(NamedTuple):
-    """What N draft steps give of R requests.
+    """The drafts that N draft steps give of R requests.
 
     Attributes:
         token_ids: [R, N] int64; the best token after each step, as the target calls it.

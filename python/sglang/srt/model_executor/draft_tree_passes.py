@@ -190,7 +190,7 @@ class TorchTreeSearch:
         return slots * (first.slots > 0)[:, None]
 
     def _stacked(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What steps were fed, each of the three of all steps, [N, R, K]."""
+        """Returns what steps were fed, each of the three of all steps, [N, R, K]."""
         if not self._fed:
             shape = 0, len(self._first.positions), self._shape.topk
             empty = self._table.new_empty(shape, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Which CUDA graphs there are, and which one a step replays.
+"""Decides which CUDA graphs there are, and which one a step replays.
 
 There are five kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
 for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`):
@@ -52,7 +52,7 @@ FEW_REQUESTS = 8  # whose KV is split among more programs
 
 
 class GraphKeys:
-    """Which graphs there are, and which one a step fits.
+    """The graphs that there are; finds the one that a step fits.
 
     Args:
         support: which batches the attention backend can replay.
@@ -116,7 +116,7 @@ class GraphKeys:
 
     @property
     def have_trees(self) -> bool:
-        """Whether there are graphs for trees."""
+        """Tells whether there are graphs for trees."""
         return any(key.has_tree for key in self.all)
 
     def prefer_cheaper(self, graphs_ms: Mapping[GraphKey, float]) -> None:
@@ -130,8 +130,8 @@ class GraphKeys:
         self._known_smallest.cache_clear()
 
     def is_undercut(self, num_tokens: int, larger: Sequence[int]) -> bool:
-        """Whether steps of so many rows, several of each request, take longer than those of one of
-        these larger numbers of rows, as far as both have prices."""
+        """Tells whether steps of `num_tokens` rows, several of each request, take longer than those
+        of one of these larger numbers of rows, as far as both have prices."""
         costs: dict[int, float] = {}
         for key, cost_ms in self._graphs_ms.items():
             if key.tag not in ONE_ROW:
