@@ -47,7 +47,7 @@ Propose = Callable[[ExtendedStep], None]
 
 
 class VerifiedStep(NamedTuple):
-    """What the first graph of a step gave; its next replay overwrites it."""
+    """The results of the first graph of a step; its next replay overwrites them."""
 
     accepted: AcceptedTokens
     extended: ExtendedStep
@@ -87,8 +87,8 @@ class _CapturedStep(_Captured):
 
 
 class _Proposal(NamedTuple):
-    """Which proposals a graph is of: so many drafts of each request, with `ExtendedStep.output` or
-    without."""
+    """The proposals that a graph is of: a number of drafts of each request, with
+    `ExtendedStep.output` or without."""
 
     num_drafts: int
     has_output: bool
@@ -290,7 +290,7 @@ class RoundGraphs:
 
     @property
     def _are_checked(self) -> bool:
-        """Whether anybody looks at what the models are fed."""
+        """Tells whether anything checks what the models are fed."""
         return any(runner.checks for runner in self._runners.runners)
 
     def _padded(self, rows: list[int], found: _Captured) -> list[int]:
@@ -319,7 +319,7 @@ def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
 
 
 def _is_uniform(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
-    """Whether every request verifies so many drafts, and nobody asks for more."""
+    """Tells whether every request verifies `num_drafts` drafts, and none asks for more."""
     return (
         not plan.rests
         and plan.counts.q_lens == [1 + num_drafts] * len(batch.rows)
@@ -334,7 +334,7 @@ def _is_uniform(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
 
 
 def _first(accepted: AcceptedTokens, count: int) -> AcceptedTokens:
-    """What the first `count` requests are given."""
+    """Returns what the first `count` requests are given."""
     path, num_drafts = accepted.path, accepted.num_drafts
     return AcceptedTokens(
         accepted.accept_lens[:count],

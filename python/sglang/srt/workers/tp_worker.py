@@ -365,7 +365,7 @@ def _result(
     prompt_logprobs: LogprobTensors | None = None,
     hidden: torch.Tensor | None = None,
 ) -> GenerationBatchResult:
-    """What the scheduler is told of a step. Its copy to the host begins here."""
+    """Returns what the scheduler is told of a step. Its copy to the host begins here."""
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
     if (
         plan.is_plain and batch.constraint is None
