@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """What the drafter needs to know.
+    """The settings of the drafter.
 
     Attributes:
         mask_token_id: fed by look-ahead rows; never emitted.
@@ -177,8 +177,8 @@ class MaskDrafter:
         )
 
     def _budget(self, batch: ScheduleBatch, longest_pending: int | None) -> Budget | None:
-        """What the policy grants requests whose length it may choose; None where none of them looks
-        ahead."""
+        """Returns what the policy grants requests whose length it may choose; None where none of
+        them looks ahead."""
         rows = self._lookahead
         if not any(
             emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)
