@@ -331,7 +331,8 @@ class KVLedger:
         return tuple(itertools.islice(slots, NUM_SAMPLE_SLOTS))
 
     def slot_states(self, slots: Sequence[int]) -> list[SlotState]:
-        """Which of the slots the prefix cache has, and which are free. Looks at the whole pool."""
+        """Tells of each slot whether the prefix cache has it or it is free. Looks at the whole
+        pool."""
         free, cached = set(self._allocator.free_pages), set(self._tree.pages())
         pages = [slot // self.page_size for slot in slots]
         return ["cached" if p in cached else "free" if p in free else "missing" for p in pages]
