@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Namespace = tuple[Any, ...]
-"""What must be equal beside the tokens for KV to be shared: weight epoch, adapter, client salt."""
+"""The values beside the tokens that must be equal to share KV: weight epoch, adapter, client salt."""
 
 
 class CacheNode(Protocol):
