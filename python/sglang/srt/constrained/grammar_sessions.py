@@ -107,7 +107,7 @@ class GrammarSession:
 
 @dataclass(frozen=True, slots=True)
 class MaskQuestion:
-    """What may a request be given next?
+    """A question: which tokens may a request be given next?
 
     Attributes:
         news: tokens of its output since the last question.
