@@ -1,4 +1,4 @@
-"""What `/server_info`, `/metrics` and the load routes show of the scheduler."""
+"""Collects what `/server_info`, `/metrics` and the load routes show of the scheduler."""
 
 from __future__ import annotations
 
