@@ -1,4 +1,4 @@
-"""What an Engine runs on: its processes, and a loop of its own in a background thread."""
+"""Runs an Engine: its processes, and a loop of its own in a background thread."""
 
 from __future__ import annotations
 
