@@ -187,7 +187,7 @@ def _malformed(raw: bytes) -> RequestError:
 
 
 def _find_non_finite(value: Any, path: str) -> str | None:
-    """Where a NaN or an infinity is, or None."""
+    """Returns the path of a NaN or an infinity, or None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else path
     if isinstance(value, dict):

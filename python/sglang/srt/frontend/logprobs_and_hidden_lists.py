@@ -42,12 +42,12 @@ class LogprobsAndHiddenLists:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether there are any."""
+        """Tells whether there are any."""
         return self._logprobs is not None or self._hidden_states != "none"
 
     @property
     def take_long(self) -> bool:
-        """Whether there may be many of them."""
+        """Tells whether there may be many of them."""
         return self._logprobs is not None or self._hidden_states == "all"
 
     def add(self, output: ReqTextOutput) -> None:

@@ -1,4 +1,4 @@
-"""What one request may ask for, and the checks that several fields share."""
+"""The limits of one request, and the checks that several fields share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_MASK_TOKEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask for.
+    """The limits of one request.
 
     Attributes:
         vocab_size: width of the logits; token ids at or above it are refused.
@@ -181,7 +181,7 @@ def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[l
 
 
 def _are_below(limit: int, values: list[Any]) -> bool:
-    """Whether all are integers below the limit. One pass: a prompt may have 100,000 ids."""
+    """Tells whether all are integers below the limit. One pass: a prompt may have 100,000 ids."""
     try:
         return max(values, default=-1) < limit
     except TypeError:  # lists have no place in the order of integers

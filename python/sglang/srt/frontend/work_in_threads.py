@@ -153,7 +153,7 @@ async def encode_prompts(
 
 
 def bos_alone(tokenizer: Tokenizer) -> list[int]:
-    """What stands for a text without tokens: the BOS, if the model has one."""
+    """Returns the ids that stand for a text without tokens: the BOS, if the model has one."""
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
