@@ -1,4 +1,5 @@
-"""Where a call may begin in a text: at its marker, or alone where that can only mean a call."""
+"""Finds where a call may begin in a text: at its marker, or alone where that can only mean a
+call."""
 
 from __future__ import annotations
 

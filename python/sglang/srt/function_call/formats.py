@@ -1,4 +1,5 @@
-"""How models write calls of functions. A new format is an entry of CALL_FORMATS."""
+"""The formats in which models write calls of functions. A new format is an entry of
+CALL_FORMATS."""
 
 from __future__ import annotations
 

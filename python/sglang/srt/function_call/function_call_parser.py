@@ -31,7 +31,7 @@ _JSON_FENCE = "```json"
 
 
 class Pieces(NamedTuple):
-    """What is new of an output, in its order but for the calls, which come after the content."""
+    """The new pieces of an output, in its order but for the calls, which come after the content."""
 
     content: str
     calls: list[FunctionCall]
@@ -119,7 +119,7 @@ class FunctionCallParser:
             pass
 
     def finish(self) -> Pieces:
-        """What was held back, at the end of the output."""
+        """Returns what was held back, at the end of the output."""
         self._read("")
         if self._state is _In.OBJECT and self._scanner.found is Found.END:
             self._end_object(has_ended=True)
@@ -284,7 +284,7 @@ class FunctionCallParser:
         self._text = self._text[size:]
 
     def _give_up(self) -> None:
-        """What is held is no call."""
+        """Gives up: the held text is no call."""
         self._pass("".join(self._held))
         self._held = []
         self._state = _In.TEXT
