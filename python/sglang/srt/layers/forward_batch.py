@@ -17,8 +17,8 @@ DRAFT_STEPS = "draft steps"
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Which steps a captured graph can replay. Graphs that differ in any number are planned
-    differently, so plans are kept by the whole key.
+    """The key of the steps that a captured graph can replay. Graphs that differ in any number are
+    planned differently, so plans are kept by the whole key.
 
     Attributes:
         tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many,
@@ -46,21 +46,21 @@ class GraphKey:
 
     @property
     def skips_unread_rows(self) -> bool:
-        """Whether the graph's last layer computes only the rows of `ForwardBatch.read_index`, which
-        may be up to `num_reqs`: so where one row of each request is read at most, as in steps with
-        prompts of requests that do not look ahead."""
+        """Tells whether the graph's last layer computes only the rows of `ForwardBatch.read_index`,
+        which may be up to `num_reqs`: so where one row of each request is read at most, as in steps
+        with prompts of requests that do not look ahead."""
         reads_one_row = self.reads_one_row or (self.tag == MIXED and self.width == 1)
         return reads_one_row and not self.computes_all_rows
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every request, those of padding too, has `width` rows."""
+        """Tells whether every request, those of padding too, has `width` rows."""
         return self.tag in (DECODE, UNIFORM, DRAFT_STEPS)
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph reads `ForwardBatch.q_starts`, and so serves packed batches too; for
-        others they are filled in."""
+        """Tells whether the graph reads `ForwardBatch.q_starts`, and so serves packed batches too;
+        for others they are filled in."""
         return self.tag in (RAGGED, MIXED) and self.width > 1
 
 
@@ -124,7 +124,7 @@ class ForwardBatch:
 
 
 class ModelOutput(NamedTuple):
-    """What a model computes of a forward batch.
+    """The outputs that a model computes of a forward batch.
 
     Attributes:
         hidden: hidden states after the last norm (what a head over a target carries to its next

@@ -16,7 +16,7 @@ MAX_ROWS_AT_ONCE = 256  # bounds the memory of a long prompt's logits: rows x vo
 
 @dataclass(frozen=True, slots=True)
 class LogprobQueries:
-    """What is wanted at Q positions.
+    """The log-probabilities that are wanted at Q positions.
 
     Attributes:
         top_num: best tokens, the most that any position wants.
@@ -31,7 +31,7 @@ class LogprobQueries:
 
     @property
     def has_more(self) -> bool:
-        """Whether more is wanted than the tokens there."""
+        """Tells whether more is wanted than the tokens there."""
         return self.top_num > 0 or any(self.token_ids)
 
 
@@ -124,7 +124,7 @@ class KnownTokens:
 def query_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, known: KnownTokens, queries: LogprobQueries
 ) -> LogprobTensors:
-    """What the queries ask of logits [Q, V] at Q positions, and of the targets [Q] int64 there."""
+    """Answers the queries from logits [Q, V] at Q positions, and the targets [Q] int64 there."""
     target = known.logprobs_of(logits.gather(1, targets[:, None])).squeeze(1)
     answers = LogprobTensors.of_targets(target)
     if queries.top_num:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 
 class GraphSupport(Enum):
-    """Which batches a CUDA graph of this backend can replay."""
+    """The batches that a CUDA graph of this backend can replay."""
 
     NEVER = "never"
     UNIFORM_Q = "uniform_q"  # every request feeds the same number of rows
@@ -23,7 +23,7 @@ class GraphSupport(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCapabilities:
-    """What a backend can do, as data.
+    """The abilities of a backend, as data.
 
     Attributes:
         page_sizes: None for any.

@@ -22,8 +22,8 @@ def tree_masks(
     windows: Sequence[int | None],
     max_entries: int = MAX_ENTRIES,
 ) -> dict[int | None, torch.Tensor]:
-    """By sliding window, which keys each row of a batch with `ancestors` sees: [sum of q_lens[i] *
-    kv_lens[i]] bool, on the batch's device. Nothing waits.
+    """Returns, by sliding window, which keys each row of a batch with `ancestors` sees: [sum of
+    q_lens[i] * kv_lens[i]] bool, on the batch's device. Nothing waits.
 
     Args:
         layout: of the batch, exact.

@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptItems:
-    """What the kernels read of a step.
+    """The inputs that the kernels read of a step.
 
     Attributes:
         items: [I, 5] int32, see `prompt_kernel.py`; empty ones have no rows.
@@ -124,7 +124,7 @@ class PromptAttention:
 
     @staticmethod
     def can_serve(kv: torch.Tensor, num_heads: int) -> bool:
-        """Whether the GPU and the heads of a layer's pool are such that this class can be used."""
+        """Tells whether this class can be used with the GPU and the heads of a layer's pool."""
         return (
             not INTERPRETED
             and has_warp_group_mma(kv.device)

@@ -218,7 +218,7 @@ def _unpacked(batch: ForwardBatch, starts: list[int]) -> ForwardBatch:
 
 
 def _tree_mask(ancestors: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
-    """Which keys `ancestors` [N, q] int64 let a query see.
+    """Returns which keys `ancestors` [N, q] int64 let a query see.
 
     Args:
         row_of: [N, L] int64; row of the step that each key is of, below 0 if of none.

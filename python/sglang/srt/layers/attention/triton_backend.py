@@ -144,7 +144,7 @@ class TritonBackend:
 
     @property
     def few_rows(self) -> Sequence[FewRows]:
-        """How the items of few rows of the planned step are launched."""
+        """Returns how the items of few rows of the planned step are launched."""
         return tuple(self._few)
 
     def plan(self, batch: ForwardBatch) -> None:
