@@ -44,18 +44,18 @@ QUEUE_FULL_MESSAGE = "The request queue is full; try again later."
 
 
 class Inbox(Protocol):
-    """Where messages of the front end arrive."""
+    """The place where messages of the front end arrive."""
 
     def drain(self) -> Iterable[Any]:
         """The messages that are there now."""
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether one is there, waiting for it up to the time (None: no limit)."""
+        """Tells whether a message is there, waiting for it up to the time (None: no limit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler needs to know.
+    """The settings of the scheduler.
 
     Attributes:
         max_queued_requests: never admitted requests that may wait; None for any number.
