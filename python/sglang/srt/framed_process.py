@@ -148,7 +148,7 @@ class FramedProcess:
         return message
 
     def ended_itself(self) -> bool:
-        """Whether a process that has closed its pipes died of what it did: of a limit of the
+        """Tells whether a process that has closed its pipes died of what it did: of a limit of the
         system, or a crash; not that somebody killed it."""
         try:
             return self._process.wait(EXIT_SECONDS) in OWN_ENDS
@@ -193,7 +193,7 @@ class Endable(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take another call."""
+        """Tells whether it can take another call."""
 
     @property
     def is_stopped(self) -> bool:
