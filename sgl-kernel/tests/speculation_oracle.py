@@ -1,4 +1,5 @@
-"""What confirm_drafts and move_kept_kv may return, row by row, and the inputs that tests share."""
+"""Says what confirm_drafts and move_kept_kv may return, row by row, and makes the inputs that tests
+share."""
 
 from __future__ import annotations
 

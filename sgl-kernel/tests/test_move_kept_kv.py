@@ -32,7 +32,7 @@ def move(request: pytest.FixtureRequest) -> Move:
 
 
 def check_moves(move: Move, case: MoveCase) -> int:
-    """How many tensors have changed."""
+    """Checks the moves; returns how many tensors have changed."""
     before = [tensor.clone() for tensor in case.kv.tensors]
     expected = expected_kv(case)
     move(case)

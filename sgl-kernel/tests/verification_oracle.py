@@ -1,4 +1,5 @@
-"""What verifications of draft trees may return, draft by draft, and the inputs that tests share."""
+"""Says what verifications of draft trees may return, draft by draft, and makes the inputs that
+tests share."""
 
 from __future__ import annotations
 

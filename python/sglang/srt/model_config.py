@@ -1,4 +1,4 @@
-"""What a model directory says of its model: config.json and generation_config.json, no torch."""
+"""Reads a model directory: config.json and generation_config.json, no torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 @dataclass(kw_only=True)
 class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
-    """What the user asked for. `None` means: let `runtime_config` decide.
+    """The user's wishes. `None` means: let `runtime_config` decide.
 
     Launchers may change it until a server starts with it.
 

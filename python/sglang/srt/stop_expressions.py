@@ -1,5 +1,5 @@
-"""How large a stop expression becomes when it is compiled, found without compiling it, and the
-compiling itself.
+"""Finds how large a stop expression becomes when it is compiled, without compiling it, and compiles
+it.
 
 The regex module copies what is repeated as often as it must match at least: `.{1000}` becomes 1,000
 nodes, and the counts of nested repeats multiply. Compiling is C code that no other thread can

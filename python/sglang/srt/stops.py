@@ -107,7 +107,8 @@ class StopSet:
         return None if first is None else StopFound(first[0], first[2])
 
     def num_safe_chars(self, text: str) -> int:
-        """How much of `text`, which holds no whole stop, cannot become part of one."""
+        """Counts the characters of `text`, which holds no whole stop, that cannot become part of
+        one."""
         end = len(text) - self._partial_string_len(text)
         for pattern in self._patterns:
             match = self._search(pattern, text, partial=True)

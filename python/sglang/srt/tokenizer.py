@@ -212,7 +212,7 @@ def no_tokenizer() -> Tokenizer:
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Whether a model directory has files of a tokenizer."""
+    """Tells whether a model directory has files of a tokenizer."""
     return any((Path(path) / name).is_file() for name in ("tokenizer.json", *OTHER_TOKENIZER_FILES))
 
 

@@ -1,4 +1,4 @@
-"""What `confirm_drafts` says of each request."""
+"""The answer of `confirm_drafts` for each request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class ConfirmedDrafts(NamedTuple):
-    """Of R requests with up to M pending rows each.
+    """The confirmed drafts of R requests with up to M pending rows each.
 
     Attributes:
         num_confirmed: [R] int64; drafts confirmed. Row 0 is kept too, so 1 more is kept.

@@ -1,4 +1,4 @@
-"""What `build_ragged_trees` says of each packed row."""
+"""The answer of `build_ragged_trees` for each packed row."""
 
 from __future__ import annotations
 

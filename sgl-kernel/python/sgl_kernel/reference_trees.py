@@ -16,7 +16,7 @@ _MOST_VERIFIED_NODES = 1024
 
 
 class _Nodes(NamedTuple):
-    """Of R trees of N nodes.
+    """The nodes of R trees of N nodes.
 
     Attributes:
         seen: [R, N, N] bool; what each node sees.
@@ -187,7 +187,8 @@ def _lowest(is_one: torch.Tensor) -> torch.Tensor:
 
 
 class Trees(NamedTuple):
-    """Of R trees padded to N nodes: [R, N] int64, and [R] int64 nodes of each; row -1 is none."""
+    """The links of R trees padded to N nodes: [R, N] int64, and [R] int64 nodes of each; row -1 is
+    none."""
 
     tokens: torch.Tensor
     rows: torch.Tensor

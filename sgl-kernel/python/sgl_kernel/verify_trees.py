@@ -138,7 +138,7 @@ def uniform_structs(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     trees: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[LinkedTrees, UniformVerdict]:
-    """What C reads of trees of equal size, and where it writes."""
+    """Returns the structs that C reads of trees of equal size, and where it writes."""
     tokens, rows, first_child, next_sibling = (tensor.data_ptr() for tensor in trees)
     sizes = (trees[0].numel(), trees[0].shape[1])
     linked = LinkedTrees(tokens, first_child, next_sibling, rows, None, *sizes)
@@ -150,7 +150,7 @@ def ragged_structs(
     result: ConfirmedDrafts,
     trees: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[LinkedTrees, PackedVerdict]:
-    """What C reads of packed trees, and where it writes."""
+    """Returns the structs that C reads of packed trees, and where it writes."""
     tokens, first_child, next_sibling, starts = (tensor.data_ptr() for tensor in trees)
     linked = LinkedTrees(
         tokens, first_child, next_sibling, None, starts, trees[0].numel(), MAX_NODES

@@ -30,7 +30,7 @@ class Eagle3Layer(AttentionAndMLP):
     def fuse(
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads [T, 2 * hidden_size], and the residual [T, hidden_size]."""
+        """Returns what attention reads [T, 2 * hidden_size], and the residual [T, hidden_size]."""
         x, _ = self.input_layernorm(embedded, None, runtime)
         normed, residual = self.hidden_norm(hidden, None, runtime)
         return torch.cat((x, normed), dim=-1), residual

@@ -20,7 +20,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """What a family adds to the plain form: no bias, no norm of queries and keys, full attention.
+    """The additions of a family to the plain form: no bias, no norm of queries and keys, full
+    attention.
 
     Attributes:
         qkv_bias: the projections to queries, keys and values have biases.

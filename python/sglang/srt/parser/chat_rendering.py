@@ -171,7 +171,7 @@ class ChatTemplate:
         return [_with_text(message) for message in messages]
 
     def _renders_parts_as_texts(self, variables: dict[str, Any]) -> bool:
-        """Whether a list of one text part gives what its text gives."""
+        """Tells whether a list of one text part gives what its text gives."""
         outputs = []
         for content in (PROBE_TEXT, [{"type": "text", "text": PROBE_TEXT}]):
             probe = [{"role": "user", "content": content}]

@@ -120,7 +120,7 @@ class ChatTemplates:
         return self._files.templates.get(self._files.choose(has_tools=False) or "")
 
     def reads(self, name: str, has_tools: bool) -> bool:
-        """Whether the template for a chat mentions a variable."""
+        """Tells whether the template for a chat mentions a variable."""
         template = self._files.choose(has_tools)
         return template is not None and name in self._files.templates[template]
 

@@ -1,4 +1,4 @@
-"""What crosses between the front end and the process that renders chat templates."""
+"""The messages between the front end and the process that renders chat templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker of a server is made of, and what the scheduler goes by beside it."""
+"""Makes the worker of a server, and what the scheduler goes by beside it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def measure_prices(
 
 
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
-    """How many prompt tokens a step feeds."""
+    """Makes the budget of prompt tokens of a step."""
     planner = config.scheduler.planner
     return make_budget(
         planner.chunked_prefill_size, planner.max_step_ms, prices, planner.bounds_streams_alone
@@ -129,7 +129,8 @@ def make_worker(
 
 
 def step_clock(needs: DrafterNeeds, device: torch.device) -> StepClock | None:
-    """What times the steps of a worker with this drafter; None: nobody would ask it."""
+    """Returns the clock that times the steps of a worker with this drafter; None if it would not be
+    asked."""
     return GpuStepClock() if needs.times_steps and device.type == "cuda" else None
 
 

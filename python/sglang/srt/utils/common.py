@@ -66,7 +66,7 @@ def _descendants(parent_pid: int, skip_pid: int | None) -> list[int]:
 
 
 def is_port_available(port: int) -> bool:
-    """Whether a server may listen on a port of this machine."""
+    """Tells whether a server may listen on a port of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -110,7 +110,7 @@ def set_ulimit(target_soft_limit: int = 65_535) -> None:
 
 
 def is_cuda() -> bool:
-    """Whether there is an NVIDIA GPU that works."""
+    """Tells whether there is an NVIDIA GPU that works."""
     from sglang.srt.platform import Platform
 
     return Platform.probe().device == "cuda"

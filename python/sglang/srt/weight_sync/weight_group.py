@@ -39,7 +39,7 @@ FAILURES = (RuntimeError, ValueError, OSError, AssertionError, TypeError, Attrib
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the trainer broadcasts next.
+    """The tensors that the trainer broadcasts next.
 
     Attributes:
         name: the weight's name in a checkpoint.
