@@ -121,7 +121,7 @@ def children_of(case: VerifyCase, rows: range, node: int) -> list[int]:
 
 
 def greedy_path(case: VerifyCase, request: int) -> tuple[list[int], int]:
-    """Kept nodes, and the token behind the last."""
+    """Kept nodes, and the token after the last."""
     rows = rows_of(case, request)
     if not rows:
         return [], 0
@@ -138,7 +138,7 @@ def greedy_path(case: VerifyCase, request: int) -> tuple[list[int], int]:
 def sampled_path(
     case: VerifyCase, request: int, threshold_single: float = 1.0, threshold_acc: float = 1.0
 ) -> tuple[list[int], dict[int, float]]:
-    """Kept nodes, and the tokens refused behind the last of them with their probabilities."""
+    """Kept nodes, and the tokens refused after the last of them with their probabilities."""
     rows = rows_of(case, request)
     if not rows:
         return [], {}

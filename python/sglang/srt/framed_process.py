@@ -1,4 +1,4 @@
-"""Processes for work that no thread could be stopped at: each message is written behind its length.
+"""Processes for work that no thread could be stopped at: each message is written after its length.
 
 The parent has a `FramedProcess` and ends it when it takes too long; the child reads and writes with
 `read` and `write`, and limits itself. A child ends when its parent does: it reads end of file.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def write(stream: BinaryIO, message: bytes) -> None:
-    """Writes a message behind its length."""
+    """Writes a message after its length."""
     stream.write(len(message).to_bytes(NUM_LENGTH_BYTES, "little") + message)
     stream.flush()
 

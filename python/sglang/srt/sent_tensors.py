@@ -202,7 +202,7 @@ def device_memory(
         raise TensorsRefused(NOT_CUDA_MALLOC)
     fields = {
         "device": device,
-        "handle": handle[2:],  # behind a version of torch's own
+        "handle": handle[2:],  # after a version of torch's own
         "first_byte": first_byte,
         "num_bytes": num_bytes,
         "counter_file": counter_file.decode("latin-1") if isinstance(counter_file, bytes) else "",

@@ -70,7 +70,7 @@ class StopSet:
 
     Attributes:
         num_exempt: characters at the beginning of the text, those before min_new_tokens. A stop
-            string must end behind them, and what an expression matches must begin there.
+            string must end after them, and what an expression matches must begin there.
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str] = ()) -> None:

@@ -345,7 +345,7 @@ class _Writer:
 
 
 def _repeated(tag: str, free: str | None, plain: str, number: Number) -> str:
-    """Tags in free text; `free` is such text with a special token behind it."""
+    """Tags in free text; `free` is such text with a special token after it."""
     before, around = (f"({free})*", f"({tag} | {free})*") if free else ("", f"({tag})*")
     if number.stop_after_first:
         first = f"{before} {tag}"

@@ -24,7 +24,7 @@ class SchedulerStats:
 
     Attributes:
         num_draft_steps: drafts that a request proposes in the last step in which requests decoded,
-            steps that try another number aside; of trees of one shape those one behind the other.
+            steps that try another number aside; of trees of one shape those one after the other.
         num_tier_switches: how often that became each number, also as batches of another size came.
         num_step_drafts: drafts of all requests that the last step verified in which one decoded.
         drafts: what became of drafts, since the start.

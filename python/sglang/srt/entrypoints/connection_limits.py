@@ -88,7 +88,7 @@ class LimitedProtocol(_Protocol):
 
 class LimitedRequests:
     """Refuses a request whose head is too large. An answer that comes before a large body has been
-    read closes the connection behind it."""
+    read closes the connection after it."""
 
     def __init__(self, app: ASGIApp, max_head_bytes: int) -> None:
         self._app = app

@@ -238,8 +238,8 @@ class GenerateCall:
         self._has_news = False
 
     def _wake(self) -> None:
-        """Wakes all tasks that wait; an `asyncio.Event` would do the same at a cost for each
-        token."""
+        """Wakes the task that waits. An `asyncio.Event` would serve any number of tasks, at a cost
+        for each token."""
         self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

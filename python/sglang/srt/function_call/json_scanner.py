@@ -1,6 +1,6 @@
 """Finds where a JSON object ends in a text that comes bit by bit, and at once if it is none.
 
-Two slips of models are mended: control characters in strings, and a comma behind the last value.
+Two slips of models are mended: control characters in strings, and a comma after the last value.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Scheduler:
         self.processor.flush()
 
     def _launch_next(self, last: LaunchedStep | None) -> LaunchedStep | None:
-        """Launches a step, if there is one, behind the one in flight."""
+        """Launches a step, if there is one, after the one in flight."""
         planned = self._plan(has_inflight=last is not None)
         self._refuse_surplus()
         return None if planned is None else self._launch(with_constraint(planned, last))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Namespace = tuple[Any, ...]
-"""The values that must be equal beside the tokens to share KV: weight epoch, adapter, client salt."""
+"""The values beside the tokens that must be equal to share KV: weight epoch, adapter, salt."""
 
 
 class CacheNode(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 def row_width(context_len: int, max_decode_rows: int, page_size: int) -> int:
     """Columns of a row of the request-to-token table: two of the widest decode steps may be under
-    way when a request reaches the end of its context, drafts for a third one are written behind
+    way when a request reaches the end of its context, drafts for a third one are written after
     what they keep, and a request gets its slots in pages."""
     num_tokens = context_len + 3 * max_decode_rows
     return -(-num_tokens // page_size) * page_size

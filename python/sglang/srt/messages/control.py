@@ -19,7 +19,7 @@ SessionAction = Literal["begin", "commit", "rollback"]
 DEFAULT_WEIGHT_VERSION = "default"
 CONTROL_TIMEOUT_S = 60.0
 ABORT_MESSAGE = "The request was aborted."  # where the client gave no reason
-WEIGHTS_TIMEOUT_S = 600.0  # behind the reading of a checkpoint, or a broadcast
+WEIGHTS_TIMEOUT_S = 600.0  # after the reading of a checkpoint, or a broadcast
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):

@@ -131,7 +131,7 @@ class DraftTreePass:
         return search.trees()
 
     def _children(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K best tokens behind each row of hidden [rows, hidden_size], the best first: the
+        """The K best tokens after each row of hidden [rows, hidden_size], the best first: the
         head's ids [rows, K] int64 and log-probabilities, float32."""
         logits = self._head.compute_logits(hidden, self._layers)
         token_ids, logprobs = self._best_of(logits, self._shape.topk)

@@ -44,7 +44,7 @@ def _clean(score):
 
 @triton.jit
 def _children(token_ids_ptr, logprobs_ptr, target_ids_ptr, place, exists):
-    """The target's ids, and the probabilities behind their parents."""
+    """The target's ids, and the probabilities after their parents."""
     token = tl.load(token_ids_ptr + place, mask=exists, other=0)
     if target_ids_ptr is not None:
         token = tl.load(target_ids_ptr + token, mask=exists, other=0)

@@ -18,7 +18,7 @@ D2T = "d2t"
 
 
 class Eagle3Layer(AttentionAndMLP):
-    """A layer whose attention reads a token's embedding beside the hidden state, each behind a norm
+    """A layer whose attention reads a token's embedding beside the hidden state, each after a norm
     of its own. The hidden state alone is the residual."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -79,8 +79,7 @@ class Model(nn.Module):
         return None
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the target's ids of its own tokens if it drafts for a target: int64 of any
-        shape."""
+        """Maps its own token ids to the target's, if it drafts for one: int64 of any shape."""
         return ids
 
     def forward(

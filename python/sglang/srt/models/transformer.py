@@ -114,8 +114,8 @@ class GatedMLP(nn.Module):
 
 
 class AttentionAndMLP(nn.Module):
-    """A layer behind its first norm. Attention and feed-forward are each added to the residual
-    where the norm behind it reads the sum.
+    """A layer after its first norm. Attention and feed-forward are each added to the residual
+    where the norm after it reads the sum.
 
     Args:
         input_size: features that attention reads; None for the hidden size.

@@ -151,7 +151,7 @@ class MaskDrafter:
         )
 
     def extend(self, step: ComputedStep) -> None:
-        """The drafts are what the target chose behind its mask tokens."""
+        """The drafts are what the target chose after its mask tokens."""
         if not step.plan.is_plain:
             self._ops.propose(step.chosen, step.accepted)
         if self._config.bypasses_graphs and not step.forward.used_graph:

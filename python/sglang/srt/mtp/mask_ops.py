@@ -39,7 +39,7 @@ class MaskOps(Protocol):
 
     def propose(self, chosen: ChosenTokens, accepted: AcceptedTokens) -> None:
         """Writes the drafts of requests that emit only what is confirmed: if all their drafts were,
-        the confident predictions behind the certain token; else there are none."""
+        the confident predictions after the certain token; else there are none."""
 
 
 class TorchMaskOps:

@@ -139,7 +139,7 @@ class ChatTemplates:
 
         Args:
             variables: `messages`, `tools` (None without any) and what else the template reads.
-            is_turn: give only the prompt's end, behind all messages that are over.
+            is_turn: give only the prompt's end, after all messages that are over.
 
         Raises:
             TemplateError: if there is no template, it fails, or takes too much.

@@ -31,7 +31,7 @@ class ReasoningFormat:
     """The marks by which a family of models shows what it thinks.
 
     Attributes:
-        starts_open: behind a prompt without a mark an output begins with reasoning, whether or not
+        starts_open: after a prompt without a mark an output begins with reasoning, whether or not
             `start` is in it.
     """
 
@@ -47,7 +47,7 @@ class ReasoningFormat:
         """Returns how an output begins: the last mark before it decides.
 
         Args:
-            turn: the end of the prompt, behind all that is over, such as the last user's message.
+            turn: the end of the prompt, after all that is over, such as the last user's message.
         """
         start, end = turn.rfind(self.start), turn.rfind(self.end)
         if start == end:  # there is no mark
@@ -80,7 +80,7 @@ class ReasoningParser:
     Args:
         outset: where the output begins. Reasoning that is open may begin with the start marker.
         gap: what stands between reasoning and content, if that is known; all other white space
-            behind reasoning is the content's.
+            after reasoning is the content's.
     """
 
     def __init__(self, form: ReasoningFormat, outset: Outset, gap: str | None = None) -> None:
@@ -88,7 +88,7 @@ class ReasoningParser:
         self._is_open = outset.is_open
         self._gap = gap
         self._text = ""  # not given out yet
-        self._blanks: list[str] = []  # behind it; they decide nothing
+        self._blanks: list[str] = []  # after it; they decide nothing
         self._at_start = outset is not Outset.AMID
         self._in_reasoning = self._has_reasoned = outset is Outset.AMID
         self._skips_space = False  # white space here is around reasoning

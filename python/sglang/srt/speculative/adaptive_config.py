@@ -7,7 +7,7 @@
     }
 
 A key that is an integer is a slot: the least batch size that it serves, up to the next slot. The
-first slot serves smaller batches too. Steps are tokens drafted one behind the other; 0 drafts none.
+first slot serves smaller batches too. Steps are tokens drafted one after the other; 0 drafts none.
 What a slot leaves out it has from the entry of that name beside the slots, else from `NUMBERS`.
 """
 

@@ -6,7 +6,7 @@ A round is one verification of a batch's drafts. One of the slot's own steps is 
 
     ema = (1 - ema_alpha) * ema + ema_alpha * (mean of correct drafts per request)
 
-The token that the model gives behind correct drafts is not one of them. A slot decides after
+The token that the model gives after correct drafts is not one of them. A slot decides after
 `warmup_batches` rounds and `update_interval` more, and then each `update_interval` rounds, by
 `next_steps`. Without drafts there is nothing to average, so `ema` stays; such rounds are counted.
 """

@@ -8,7 +8,7 @@ A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs
 3. Drafts that equal the target's tokens are confirmed, along a chain or a path of a tree, and the
    watermark moves over them. `speculative/confirm.py` has other rules.
 4. `extend`: the drafter's own models run over the rows that the target was fed.
-5. `propose`: the drafter writes drafts behind the new certain token, for the next step.
+5. `propose`: the drafter writes drafts after the new certain token, for the next step.
 
 Nothing of this waits for the device; `observe` hears each result one step later.
 """
@@ -45,12 +45,11 @@ class RowPlan:
         max_pending: pending rows of any request that the target may confirm, the certain token's
             counted, at most.
         max_accepted: tokens that any request may be given, at most.
-        lookahead_token: what rows behind the pending tokens feed.
+        lookahead_token: what rows after the pending tokens feed.
         wants_probs: the drafter looks at `ComputedStep.probs`.
         wants_paths: of trees, results carry the confirmed paths (`GenerationBatchResult.paths`).
-        accepts_unconfirmed: of requests that emit what nothing has confirmed (see `StepCounts`),
-            how many tokens are accepted: [R] int64, 1 at least, from the step's choice; what it
-            says of other requests is not looked at. None: there are no such requests.
+        accepts_unconfirmed: for unverified requests (see `StepCounts`): tokens accepted, [R] int64,
+            at least 1, from the step's choice; ignored for others. None: no such requests.
         tier: what a length policy chose; results carry it.
         next_drafts: R counts of drafts that `propose` gives, where the host knows them; empty: it
             does not.
@@ -80,7 +79,7 @@ class ChosenTokens:
 
     Attributes:
         layout: the step's rows; `layout.reads` says which row each token follows.
-        targets: [S] int64; once drafts are confirmed, the token to emit behind each row kept.
+        targets: [S] int64; once drafts are confirmed, the token to emit after each row kept.
         probs: [S] float32; probability of each row's best token; None unless
             `RowPlan.wants_probs`.
     """
@@ -112,8 +111,8 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class ExtendedStep:
-    """A step behind `Drafter.extend`: all that `Drafter.propose` may look at. Nothing on the device
-    has a shape that depends on how many drafts the step verified, so that proposals behind all
+    """A step after `Drafter.extend`: all that `Drafter.propose` may look at. Nothing on the device
+    has a shape that depends on how many drafts the step verified, so that proposals after all
     steps can be one CUDA graph.
 
     Attributes:
@@ -135,7 +134,7 @@ class DrafterParts:
 
     Attributes:
         options: what `DrafterConfig.options` holds.
-        runners: of the target and, behind it, of `DrafterType.models`.
+        runners: of the target and, after it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where nobody measures any.
         clock: times the worker's steps where `DrafterNeeds.times_steps` asks for it and the device
@@ -166,7 +165,7 @@ class DrafterType(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes drafts. It owns no KV pages: what it writes to a pool of its own lies behind the
+    """Proposes drafts. It owns no KV pages: what it writes to a pool of its own lies after the
     slots of the same requests."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -188,7 +187,7 @@ class Drafter(Protocol):
         """
 
     def propose(self, step: ExtendedStep) -> None:
-        """Writes drafts behind the certain token of requests that emitted
+        """Writes drafts after the certain token of requests that emitted
         (`StepOps.write_drafts`). Called for every step, also for those without drafts, but for
         those that replay a graph of it (`DrafterNeeds.rounds`)."""
 

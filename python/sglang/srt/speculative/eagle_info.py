@@ -27,7 +27,7 @@ class EagleDraftInput:
 
 @dataclass(frozen=True, slots=True)
 class EagleVerifyInput:
-    """Chains or trees that the target verifies in its next step, each behind its request's certain
+    """Chains or trees that the target verifies in its next step, each after its request's certain
     token.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Tokens that a drafter's model was not fed, since it was left out of steps (`RowPlan.rests`).
 
-It has no KV of them, so of each row it sees those behind the last one alone
+It has no KV of them, so of each row it sees those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Their slots are marked in its pool: a cached prefix may have some.
 """
 

@@ -98,8 +98,8 @@ class _Options:
         plain_token_ms: what a token costs in plain steps.
         plain_ms: price of the step at limit 1.
         decode_ms: the same without its prompts.
-        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; luck may move the trial budget by so
-            much while a limit gains on average.
+        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; tolerance of the trial budget for
+            short-run bad luck.
     """
 
     gains_ms: list[Estimate]

@@ -100,7 +100,7 @@ class OrderedNodes(NamedTuple):
             branch.
         parents: [R, D] int32; see `DraftTrees.write`.
         scores: [R, D] float32; that a node and all that it follows are right. None is greater than
-            the one before it. Behind the nodes that there are they are 0.
+            the one before it. After the nodes that there are they are 0.
         counts: [R] int64; nodes that there are, D unless the budget of the corpus leaves fewer.
     """
 
@@ -156,7 +156,7 @@ class BranchConfidence:
             rows: [R] int64.
             num_fed: [R] int64; the first so many nodes of each were fed.
             num_right: [R] int64; nodes on the confirmed path.
-            path: [R, M] integers; the root, 0, then those nodes; what is behind means nothing.
+            path: [R, M] integers; the root, 0, then those nodes; what is after means nothing.
         """
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         is_on_path = torch.arange(path.shape[1], device=path.device) <= num_right[:, None]

@@ -37,7 +37,7 @@ class NgramMemory:
         tags: [C] int64; NO_TAG between texts.
         head: [1] int64; the oldest slot, which is overwritten next.
         row_tags: [N] int64; of the requests in the rows of the token table.
-        corpus: [K] int32; texts that all may draft from, NOT_A_TOKEN behind each. K may be 0.
+        corpus: [K] int32; texts that all may draft from, NOT_A_TOKEN after each. K may be 0.
 
     Args:
         state: whose ended texts are kept.

@@ -37,7 +37,7 @@ class Continuation:
     """The tokens that followed the best place of each of R requests.
 
     Attributes:
-        tokens: [R, D] int64. At the end of the text that is known behind a place it begins again
+        tokens: [R, D] int64. At the end of the text that is known after a place it begins again
             there: so a request that repeats itself goes on doing so. Without a place it is the
             request's last token.
         match_lens: [R] int64; 0 without a place.

@@ -113,7 +113,7 @@ class MatchedTier:
     """The tier that gives most tokens per millisecond, by the matches of the requests at hand.
 
     A share PROBE_SHARE of the time is for steps of the next tier above the best one, so that drafts
-    behind matches that are thought to be of no use are tried now and then.
+    after matches that are thought to be of no use are tried now and then.
     """
 
     needs_prices = True

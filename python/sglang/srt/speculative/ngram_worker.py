@@ -1,7 +1,7 @@
 """NGRAM: drafts are what followed the last tokens of a request where they stood before.
 
 They stood in its own text, prompt and output, in text of requests that have ended, or in a corpus
-(`NgramMemory`). All are searched on the device behind each step of the target, so no model runs
+(`NgramMemory`). All are searched on the device after each step of the target, so no model runs
 and the host does nothing that depends on tokens.
 """
 
@@ -39,8 +39,8 @@ DEFAULT_CAPACITY = {"cpu": 2048, "cuda": 131_072}
 def num_branches(
     match_lens: torch.Tensor, least: int, most: int, limits: NgramLimits
 ) -> torch.Tensor:
-    """Int64; branches of trees behind matches of these lengths, match_lens int64 of the same shape:
-    `most` behind the shortest ones, `least` behind those of `limits.longest`, linear between and
+    """Int64; branches of trees after matches of these lengths, match_lens int64 of the same shape:
+    `most` after the shortest ones, `least` after those of `limits.longest`, linear between and
     rounded. Where all matches are as long, `most`."""
     span = max(1, limits.longest - limits.shortest)
     beyond = (match_lens - limits.shortest).clamp(0, span)

@@ -140,10 +140,10 @@ class RoundExcess:
     wrong by another share.
 
     Where no rounds of a number were seen, it is what is known of all rounds with drafts, for 0 of
-    plain steps; where none of these were seen either, of the other kind. What is known of one
-    number is at most OWN_SHARE times what is known of all with about as many rows, or as much less:
-    a number that seems slow is not run any more, and would seem so for ever. Where it alone has so
-    many rows, nothing bounds it.
+    plain steps; where none of these were seen either, of the other kind. The estimate of
+    one number is clamped to within OWN_SHARE of the estimate over all with about as many rows: a
+    number that looks slow is never run again, so its error would never be corrected. Where no other
+    number has about as many rows, nothing bounds it.
     """
 
     def __init__(self) -> None:

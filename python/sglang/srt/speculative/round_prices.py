@@ -203,7 +203,7 @@ class MeasuredRounds:
         return count, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> RoundCost:
-        """Behind the head's pass over the rows of the target. That of trees chooses the first beam,
+        """After the head's pass over the rows of the target. That of trees chooses the first beam,
         too."""
         head, tree = self.head, self.tree
         if num_drafts == 0:

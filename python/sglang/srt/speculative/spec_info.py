@@ -4,4 +4,4 @@ in `processes/draft_algorithms.py`."""
 from __future__ import annotations
 
 NGRAM = "NGRAM"  # drafts from earlier text and has no draft model
-MAX_NUM_STEPS = 63  # tokens drafted one behind the other
+MAX_NUM_STEPS = 63  # tokens drafted one after the other

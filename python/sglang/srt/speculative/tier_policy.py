@@ -19,11 +19,11 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
-FEED_SHARE = 0.0015  # and more while no drafts are best, if the model must be fed for them
+FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 FAR_PROBES = 4  # every so many probes one looks further than the cheapest
 DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
-# What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
+# What drafts of a probe confirm is worth this share of their tokens: some of these the steps after
 # it would have given too.
 WORTH = 0.5
 # The best tier's rivals are those that it beats by less than this share: prices may be wrong by as
@@ -137,9 +137,9 @@ class LoadAwareTier:
         a probe:     allowance -= what its round costs beyond the chosen one
         its result:  allowance += WORTH * the time of the tokens confirmed beyond the chosen tier
 
-    A probe beyond no drafts is followed by a second one. Behind a step without drafts nobody knows
+    A probe beyond no drafts is followed by a second one. After a step without drafts nobody knows
     whether its token was predictable, so the first one says how often tokens are, and the second
-    how often behind such and behind others: that is what rounds of drafts depend on.
+    how often after such and after others: that is what rounds of drafts depend on.
 
     So probes whose drafts are wrong become rare, and those whose drafts are right follow soon.
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as

@@ -25,7 +25,7 @@ _SHARED = tl.constexpr(ngram_ops.SHARED << ngram_ops.SOURCE_SHIFT)
 _CORPUS = tl.constexpr(ngram_ops.CORPUS << ngram_ops.SOURCE_SHIFT)
 _PLACE = tl.constexpr((1 << ngram_ops.SOURCE_SHIFT) - 1)
 _NOT_A_TOKEN = tl.constexpr(ngram_memory.NOT_A_TOKEN)
-# What is done with places: the best one by the length of its match is looked for, tokens behind the
+# What is done with places: the best one by the length of its match is looked for, tokens after the
 # longest matches are counted, or the best place by these counts is looked for.
 _BY_LENGTH, _COUNT, _BY_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -45,7 +45,7 @@ def _taken_up(
     DOES: tl.constexpr,
 ):  # fmt: skip
     """The best rank so far, and that of the best of places [BLOCK] with these match lengths, in
-    front of the tokens behind [BLOCK]. Where they are counted the first one stays."""
+    front of the tokens `behind` [BLOCK]. Where they are counted the first one stays."""
     wins = length >= SHORTEST
     if DOES != _BY_LENGTH:
         wins = wins & (length == longest)

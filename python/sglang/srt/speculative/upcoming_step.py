@@ -12,7 +12,7 @@ from typing import NamedTuple
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.step.price_table import PromptChunk, StepShape
 
-# Of requests of a kind that predicted so many tokens in the step before: the share that has drafts.
+# Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.
 ShareWithDrafts = Callable[[Kind, int], float]
 MARGIN = 2.0  # standard deviations of the number of requests with drafts
 

@@ -32,7 +32,7 @@ class KVCanary:
 
     A pool's notes are one of its tensors: whoever moves or releases KV does the same to them, and
     whoever forgets to is found. Below the watermark a slot must have the sum of the sequence in the
-    token table. Behind it, where only the draft steps of one round read what they have written,
+    token table. After it, where only the draft steps of one round read what they have written,
     the sum must be that of the path that the reader sees.
 
     Of a model that is fed each position's next token, the last slot of a page in a cached prefix
@@ -242,7 +242,7 @@ class _Paths:
         is_read: [T, P] bool; seen, and from before the batch.
         places: [T, P] int64; among the K columns.
         before: [T] int64; place of the column before bit 0, below 0 if there is none.
-        positions: [T] int64; where each row stands: behind all that it sees.
+        positions: [T] int64; where each row stands: after all that it sees.
     """
 
     first: torch.Tensor

@@ -111,8 +111,8 @@ class PriceTable:
         head: logits and what is drawn from them, by rows read.
         kv_ms: each token of KV that is read.
         row_kv_ms: each pair of a row and a token of KV that it sees.
-        prompt_kv_ms: each token that the rows of a prompt's chunk see, by how many rows they are;
-            not falling. They share what they read of KV, and few of them do not occupy a GPU.
+        prompt_kv_ms: cost per token that a prompt's chunk sees, by the chunk's rows; not falling.
+            Rows share what they read of KV, and small chunks underuse a GPU.
         spread: typical deviation of one measurement from another, as a share.
         measured_s: seconds that measuring took; 0 of prices that nobody measured.
     """

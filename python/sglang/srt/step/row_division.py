@@ -29,8 +29,8 @@ class WantedRows:
 
     Attributes:
         least: [R] int64; rows that each feeds in any case.
-        num_drafts: [R] int64; drafts behind them.
-        num_masks: [R] int64; masks behind the drafts.
+        num_drafts: [R] int64; drafts after them.
+        num_masks: [R] int64; masks after the drafts.
         draft_confidence: [N, P] float32; P(draft j is confirmed | those before it are).
         mask_confidence: [N, K] float32; P(the prediction of mask i is confirmed | all drafts and
             the predictions of the masks before it are).
@@ -84,7 +84,7 @@ class RowDivision(Protocol):
 
     def divide(self, wanted: WantedRows, num_rows: int) -> DividedRows:
         """Keeps the `num_rows - sum(least)` most valuable drafts and masks; all, if they are no
-        more, and then the step has rows behind `q_starts[R]` that no request feeds.
+        more, and then the step has rows after `q_starts[R]` that no request feeds.
 
         A row's value is the product of its request's confidences up to its own, those of drafts
         first: float32, multiplied from the left, times HIGHEST_VALUE, rounded down. Of equal values

@@ -55,7 +55,7 @@ class StepCounts:
             look-ahead, which have no drafts. The others emit predictions that no row has confirmed.
         is_plain: each request feeds its prompt or its one pending token, and one row of it is read
             at most.
-        packed: None: each request feeds and reads exactly so many rows, those behind its pending
+        packed: None: each request feeds and reads exactly so many rows, those after its pending
             tokens with the look-ahead token. Else these are the most that it may, and the device
             divides `packed.num_rows` rows among them.
     """
@@ -226,7 +226,7 @@ class StepOps(Protocol):
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        """Gathers a step's T rows: a request's tokens behind the watermark, those of its prompt
+        """Gathers a step's T rows: a request's tokens after the watermark, those of its prompt
         that the step feeds or else the pending ones, then `lookahead_token`.
 
         Args:
@@ -239,7 +239,7 @@ class StepOps(Protocol):
         stays where it is.
 
         Returns:
-            [R, 1] int64; the token behind each request's new watermark: the one drawn or, where
+            [R, 1] int64; the token after each request's new watermark: the one drawn or, where
             nothing was read, the next one of the prompt.
         """
 
@@ -253,7 +253,7 @@ class StepOps(Protocol):
         state: RequestRows,
     ) -> AcceptedTokens:
         """Ends a step with look-ahead. A request that emits only what is confirmed is given its
-        confirmed drafts and the target's token behind them, and keeps the KV of the rows that they
+        confirmed drafts and the target's token after them, and keeps the KV of the rows that they
         follow, which lie in front; that token alone is pending. Another is given its first
         `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept. The
         watermark of `RequestRows.padding_row` stays where it is.

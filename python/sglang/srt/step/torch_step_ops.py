@@ -229,7 +229,7 @@ class TorchStepOps:
 
 
 class _Spans(NamedTuple):
-    """Rows of requests, one behind the other.
+    """Rows of requests, one after the other.
 
     Attributes:
         request, offset: [T] int64; of padding, any that exist.
@@ -265,7 +265,7 @@ def _with_trees(
     offsets: torch.Tensor,
     is_node: torch.Tensor,
 ) -> tuple[LookaheadLayout, torch.Tensor]:
-    """The layout with the trees of a step's T rows, and depths [T] int64. Rows behind a tree see
+    """The layout with the trees of a step's T rows, and depths [T] int64. Rows after a tree see
     all before them and stand at their offset, as those of a chain do.
 
     Args:

@@ -56,7 +56,7 @@ def _descendants(parent_pid: int, skip_pid: int | None) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError, IndexError):
-                # The name, in parentheses, may hold anything; the parent is two fields behind it.
+                # The name, in parentheses, may hold anything; the parent is two fields after it.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [pid for pid in children.get(parent_pid, []) if pid != skip_pid]

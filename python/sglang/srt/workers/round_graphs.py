@@ -58,7 +58,7 @@ class _Captured:
     """A graph of so many requests.
 
     Attributes:
-        rows: [R] int64; of the page table, which the graph reads; all else it finds behind them.
+        rows: [R] int64; of the page table, which the graph reads; all else it finds after them.
         host_rows: what `rows` holds.
     """
 
@@ -177,7 +177,7 @@ class RoundGraphs:
 
     def _capture_proposals(self) -> None:
         kinds = []
-        if self._output is not None:  # of which nobody needs any who is given no drafts
+        if self._output is not None:  # not needed when no drafts are proposed
             kinds += [_Proposal(count, True) for count in self._rounds if count]
         if self._proposes_without_output:
             kinds += [_Proposal(count, False) for count in self._rounds]

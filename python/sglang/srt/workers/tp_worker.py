@@ -116,8 +116,8 @@ class TpModelWorker:
             self._drafter.observe(result)
 
     def capture_rounds(self, runners: RunnerGroup, needs: DrafterNeeds) -> None:
-        """Captures steps of `DrafterNeeds.rounds` and proposals behind them, if there are any that
-        can be. With `on_step` there are none: nobody could tell it what is inside."""
+        """Captures graphs of the steps of `DrafterNeeds.rounds` and of their proposals, if the
+        drafter supports them; not with `on_step`, which cannot see inside a graph."""
         if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
             assert self._drafter is not None, "Rounds are of a drafter."
             run, propose = self._run_step, self._drafter.propose
@@ -272,7 +272,7 @@ class TpModelWorker:
         return ChosenTokens(layout, tokens, None if best is None else best.logprobs.exp()), drawn
 
     def _accept_one(self, chosen: ChosenTokens) -> AcceptedTokens:
-        """The token behind the last row of each request that emits."""
+        """The token after the last row of each request that emits."""
         tokens = self._runner.step_ops.commit(chosen.layout, chosen.targets, self._state)
         per_request = chosen.layout.per_request
         return AcceptedTokens(per_request[EMITS], per_request[Q_LEN], tokens)
@@ -285,7 +285,7 @@ class TpModelWorker:
         sampling: SamplingRows | None,
         drawn: ScoredTokens | None,
     ) -> tuple[ConfirmedDrafts, ChosenTokens, ScoredTokens | None]:
-        """The drafts confirmed, and what is then emitted behind the rows, as `_choose` says it."""
+        """The drafts confirmed, and what is then emitted after the rows, as `_choose` says it."""
         target = TargetRows(chosen.layout, chosen.targets, logits, sampling)
         confirmed, emitted = self._confirm(target, max(plan.max_pending, plan.max_accepted))
         if emitted is None:
@@ -297,7 +297,7 @@ class TpModelWorker:
     def _accept_run(
         self, plan: RowPlan, chosen: ChosenTokens, confirmed: ConfirmedDrafts
     ) -> AcceptedTokens:
-        """Confirmed drafts and the token behind them, of a chain or of a path of a tree."""
+        """Confirmed drafts and the token after them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
         num_unconfirmed = None
         if plan.accepts_unconfirmed is not None:

@@ -36,7 +36,7 @@ RECORDS: dict[str, tuple[Any, ...]] = {"metadata": (ANYTHING,), "store": (ANYTHI
 UNSUPPORTED = neutral_fields("/v1/completions") | RECORDS
 
 
-DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; fewer behind a long prompt
+DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; fewer after a long prompt
 ANY_JSON_OBJECT = '{"type":"object"}'
 
 

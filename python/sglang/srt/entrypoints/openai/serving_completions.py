@@ -191,7 +191,7 @@ class Completion:
         for token_id in ids[is_hidden:]:
             offsets.append(place)
             piece = stream.push([token_id])
-            if not text.startswith(" ", place):  # encoding may add a space behind special tokens
+            if not text.startswith(" ", place):  # encoding may add a space after special tokens
                 piece = piece.removeprefix(" ")
             place = min(place + len(piece), len(text))
         return offsets

@@ -72,7 +72,7 @@ class AttentionBackend(Protocol):
     with a sliding window w (arXiv 2310.06825, section 2) it sees the last w of them alone: without
     a tree p-w+1..p, and in a tree, where a row sees one row of each depth above its own, those at
     most w-1 before it by `ForwardBatch.positions`. Nothing before `MHATokenToKVPool.kv_starts` is
-    seen; all rows of a batch stand behind it.
+    seen; all rows of a batch stand after it.
 
     Of rows of padding in a packed batch the result is anything, NaN too. It spreads nowhere: no
     operation mixes rows, and their K and V go to the dummy slot, which only torch_native reads;

@@ -35,7 +35,7 @@ def tree_masks(
     columns = torch.arange(max(layout.kv_lens), device=device)
     rows = _rows_of(batch, layout)
     count, num_rows = rows.num_entries, len(rows.at)
-    # What lies behind the keys of a row's own request is written to one entry more.
+    # What lies after the keys of a row's own request is written to one entry more.
     masks = {w: torch.empty(count + 1, dtype=torch.bool, device=device) for w in wished}
     step = max(1, max_entries // len(columns))
     for first in range(0, num_rows, step):

@@ -167,7 +167,7 @@ class TorchNativeBackend:
         return _Group(tokens, positions, kv_lens, slots, masks)
 
     def _slots(self, rows: torch.Tensor, first: torch.Tensor, length: int) -> torch.Tensor:
-        """[N, length] int64; of rows [N] of the table from the columns first [N] on, any behind
+        """[N, length] int64; of rows [N] of the table from the columns first [N] on, any after
         their ends."""
         if self._kv_starts is None:
             return self._table[rows, :length].to(torch.int64)

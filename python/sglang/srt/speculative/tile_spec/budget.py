@@ -309,7 +309,7 @@ def confirmed_nodes(
 
     Args:
         paths: [D, M]; nodes from the root on, 0; draft j is node j + 1.
-        num_confirmed: [D]; what is behind so many drafts of a path means nothing.
+        num_confirmed: [D]; what is after so many drafts of a path means nothing.
     """
     is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
     nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)

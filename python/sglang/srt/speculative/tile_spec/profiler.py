@@ -257,7 +257,7 @@ def latency_of(prices: PriceTable) -> PiecewiseLinearLatency:
 
 
 def cliffs(prices: PriceTable) -> list[int]:
-    """Numbers of rows behind which steps take far longer."""
+    """Numbers of rows after which steps take far longer."""
     return list(latency_of(prices).ends[:-1])
 
 
