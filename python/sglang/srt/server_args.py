@@ -232,7 +232,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     # Limits of one HTTP request
     unknown_fields: str | None = flag(
         None,
-        "Fields of a body that nobody knows are refused by name, or left out and logged once."
+        "Unknown fields of a body are refused by name, or left out and logged once."
         " Default: `refuse` for /generate, `ignore` for /v1/*.",
         choices=("refuse", "ignore"),
         section="Limits of one request",

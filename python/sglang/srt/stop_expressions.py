@@ -9,7 +9,7 @@ looked at between two expressions, is the second line of defence.
 
 The size is an upper bound, in parts of the program of at most about 300 bytes. What would make it
 uncertain where a group or a set ends, or what a count repeats, is refused: the flags x, f and V1,
-comments, and fuzzy matching. Named lists need a list that nobody can give.
+comments, and fuzzy matching. Named lists need a list that cannot be given.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ WINDOW_CHARS = 1024
 # CPU time for a request's searches: the budget at first and at most, and what each search adds.
 BUDGET_S = 0.05
 REFILL_S = 0.001
-# CPU time for the searches of a token that nobody else can use up: some ten usual expressions.
+# CPU time for the searches of a token that no other request can use up: some ten usual expressions.
 OWN_S = 0.0002
 # CPU time that all requests share for what these take beyond it: the budget at most, and how much
 # of each second that passes is added to it.

@@ -1,4 +1,4 @@
-"""Flushing the prefix cache: at once, or within a time limit, as soon as nobody holds KV."""
+"""Flushing the prefix cache: at once, or within a time limit, as soon as no request holds KV."""
 
 from __future__ import annotations
 

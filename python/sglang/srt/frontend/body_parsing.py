@@ -72,7 +72,7 @@ def struct_of(
     Args:
         unsupported: fields that the client may send but that do nothing here, each with the values
             that are accepted, since they ask for nothing.
-        unknown: what becomes of fields that nobody knows.
+        unknown: what becomes of unknown fields.
 
     Raises:
         RequestError: naming the field that is unknown, not supported or of a wrong type.

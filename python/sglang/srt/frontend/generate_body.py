@@ -129,7 +129,7 @@ class CheckedPrompt:
 
     Attributes:
         logprobs: None for none; its `start_len` may be -1, for outputs only.
-        has_default_length: nobody set max_new_tokens, so it gives way to a long prompt.
+        has_default_length: max_new_tokens was not set, so it gives way to a long prompt.
     """
 
     text: str | None

@@ -42,7 +42,7 @@ class RequestLimits:
         mtp_refusal: why, and the remedy.
         preferred_sampling_params: what holds where a request says nothing.
         openai_sampling_defaults: what holds in `/v1/*` where neither says anything.
-        unknown_fields, unknown_openai_fields: what becomes of fields that nobody knows, in
+        unknown_fields, unknown_openai_fields: what becomes of unknown fields, in
             `/generate` and in `/v1/*`.
     """
 

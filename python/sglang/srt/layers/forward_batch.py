@@ -100,7 +100,7 @@ class ForwardBatch:
         q_starts: [R + 1] int64, not descending, for packed batches; None: `q_lens` is exact.
             Request i feeds the rows q_starts[i] to q_starts[i + 1] of the T, at most q_lens[i];
             `kv_lens` counts those. The rows from q_starts[R] on are padding: token 0 at position 0,
-            written to the dummy slot, and nobody reads their results. A request may feed no row.
+            written to the dummy slot, and their results are not read. A request may feed no row.
             Those whose number of rows the host knows, as it does of prompts, come first, and with
             them all whose q_lens is above MAX_TREE_ROWS.
         hidden: [T, width], in the model's type; what a model reads of each row beside its token,
@@ -147,7 +147,7 @@ def dummy_step(
     has_masks: bool = False,
     hidden: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """Prompts of these lengths of nobody. The results mean nothing, and only the dummy page is
+    """Prompts of these lengths of no request. The results mean nothing, and only the dummy page is
     written.
 
     Args:

@@ -22,7 +22,7 @@ class LogprobQueries:
         top_num: best tokens, the most that any position wants.
         token_ids: Q lists of ids wanted there.
         kept: Q times whether the tokens that the filters keep are wanted, and the log-probability
-            of the token there among them; empty where nobody wants that.
+            of the token there among them; empty where not wanted.
     """
 
     top_num: int
@@ -45,7 +45,7 @@ class LogprobTensors:
         chosen: [Q, E] float32; of `LogprobQueries.token_ids`, E the longest list.
         kept_ids: [Q, K] int32; the first `num_kept` of a row are tokens that the filters keep, best
             first, K of them at most.
-        num_kept: [Q] int32; [0] where nobody wants them.
+        num_kept: [Q] int32; [0] where not wanted.
     """
 
     target: torch.Tensor

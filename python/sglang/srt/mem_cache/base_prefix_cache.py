@@ -20,7 +20,7 @@ class CacheNode(Protocol):
 class PrefixMatch:
     """Longest cached prefix: `pages` hold the KV of the first len(pages) * page_size tokens.
 
-    `num_unlocked_pages` of them count as evictable as long as nobody locks them.
+    `num_unlocked_pages` of them count as evictable as long as they are not locked.
     """
 
     pages: list[int]

@@ -168,7 +168,7 @@ class KVLedger:
 
     @property
     def num_free_tokens(self) -> int:
-        """Slots that nobody owns; evictable ones are not counted."""
+        """Slots without an owner; evictable ones are not counted."""
         return self._allocator.num_free * self.page_size
 
     @property
@@ -338,7 +338,7 @@ class KVLedger:
         return ["cached" if p in cached else "free" if p in free else "missing" for p in pages]
 
     def repair(self, owners: Iterable[RequestKV]) -> None:
-        """Makes every page free that nobody claims. Only when idle, after a failed `check`."""
+        """Makes every unclaimed page free. Only when idle, after a failed `check`."""
         used = set(self._tree.pages())
         for kv in owners:
             used.update(kv.private_pages)

@@ -64,7 +64,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     Standard input stays open for the parent's life; end of file tells the child to exit.
 
     Attributes:
-        beats: the writing end of the pipe that takes its beats; None: nobody listens.
+        beats: the writing end of the pipe that takes its beats; None: no listener.
     """
 
     server_args: dict[str, Any]

@@ -68,7 +68,7 @@ class TreeShape:
         return min(self.depth, self.num_drafts)
 
 
-DraftShape = int | TreeShape  # a chain of so many draft steps, or a tree
+DraftShape = int | TreeShape  # the steps of a chain, or a tree
 
 
 def num_steps_of(shape: DraftShape) -> int:

@@ -19,7 +19,7 @@ Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own
 RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
 of which the device alone knows how many rows each request feeds.
 
-Rows and requests of padding write K and V to the dummy slot, and nobody reads their results.
+Rows and requests of padding write K and V to the dummy slot, and their results are not read.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class GraphKeys:
         return own_ms is not None and min(others, default=own_ms) < own_ms * (1 - LEAST_SAVING)
 
     def decode_size(self, num_reqs: int) -> int:
-        """Requests of the graph of so many decodes; as many without one."""
+        """Requests of the graph for that number of decodes; as many without one."""
         key = self.find_shape(num_reqs, 1, num_reqs)
         return num_reqs if key is None else key.num_reqs
 

@@ -265,7 +265,7 @@ class ModelRunner:
 
     @property
     def draft_graph_keys(self) -> dict[DraftShape, GraphKeys]:
-        """The same of so many draft steps at once."""
+        """The same for graphs of several draft steps."""
         return {} if self._graphs is None else self._graphs.draft_keys
 
     @property

@@ -118,7 +118,7 @@ def make_worker(
         kind: DrafterType = DRAFTERS.load(drafter.name)
         clock = step_clock(needs, target.device)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices, clock))
-    if checks_kv:  # from here on: a drafter may have measured steps of nobody
+    if checks_kv:  # from here on: a drafter may have measured steps of no request
         check_kv(runners, state, needs.token_shift)
     confirm: Confirm | None = _simulated(simulated_accept_len, needs, state.committed.device)
     if confirm is None and drafter is not None:

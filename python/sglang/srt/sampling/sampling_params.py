@@ -50,7 +50,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         mtp_conf_threshold: tau, as part of the strategy or here.
         mtp_verify: accept only what one token per step would have given.
         spaces_between_special_tokens: only tokenizers that put such spaces heed it.
-        stream_interval: a stream gets a chunk every so many tokens; None: the server's.
+        stream_interval: a stream gets a chunk each time it has that many tokens; None: the
+            server's.
         json_schema, regex, ebnf, structural_tag: what the output must match; one of them at most.
             `json_schema` is the text of a schema, `structural_tag` that of an object.
         return_top_p_token_ids: the answer has the tokens that top_p, top_k and min_p kept where

@@ -190,7 +190,7 @@ class BatchPlanner:
     def _admit_newcomers(self, feed: PromptFeed, admits: bool) -> None:
         """Lets waiting requests in, in their order. While a prompt is read that does not end in the
         step, shorter ones may pass those that would have to wait for it; row and slots of the first
-        of these are kept for it. Nobody passes one for which the share is saved."""
+        of these are kept for it. No request passes one for which the share is saved."""
         waiting, running = self._lifecycle.startable, self._lifecycle.running
         if not waiting or not self.has_room() or feed.num_for_newcomer == 0:
             return

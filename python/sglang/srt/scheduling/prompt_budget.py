@@ -120,10 +120,10 @@ class FixedBudget:
 
 
 class BoundedBudget:
-    """Gives `max_tokens` where nobody would see a gap between tokens; otherwise to the first prompt
-    as many as keep the step within `max_step_ms`, and to those that come along with it up to
-    SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where nobody decodes, the first prompt has no
-    bound.
+    """Gives `max_tokens` where no client would see a gap between tokens; otherwise to the first
+    prompt as many as keep the step within `max_step_ms`, and to those that come along with it up to
+    SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where no request decodes, the first prompt has
+    no bound.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     what steps take is compared with what they were expected to cost.

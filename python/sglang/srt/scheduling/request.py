@@ -200,7 +200,7 @@ class LaunchedStep:
     """A step whose result is not read yet.
 
     Attributes:
-        price_ms: what it was expected to cost; None if nobody asked.
+        price_ms: what it was expected to cost; None if not asked.
     """
 
     rows: list[LaunchedRow]

@@ -150,7 +150,7 @@ class PromptFeed:
 
     def saves_for(self, req: Req, position: int, num_left: int) -> bool:
         """Saves for a prompt that the share is too small for, if it could end in this step. From
-        then on nobody gets anything of the share: it would never be enough."""
+        then on no prompt gets any of the share: it would never be enough."""
         room = self._allowance.room_for(position, num_left, req.width.lookahead_rows)
         self._saves = self._saves or room == num_left
         return self._saves

@@ -46,7 +46,7 @@ class AdaptiveConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NumberRule:
-    """A number of the file: what it is if nobody gives it, and what it may be."""
+    """A number of the file: what it is if not given, and what it may be."""
 
     default: float
     allowed: str  # for people
@@ -113,7 +113,7 @@ class AdaptiveConfig:
         return max(0, above - 1)
 
     def candidates(self, batch_size: int) -> tuple[int, ...]:
-        """All steps that batches of so many requests may ever have, ascending."""
+        """All steps that batches of this size may ever have, ascending."""
         return self.slots[self.slot_index(batch_size)].candidate_steps
 
     @property
@@ -230,7 +230,7 @@ def _json_value(data: bytes, place: str) -> Any:
 
 
 def _integer(digits: str) -> float:
-    """An int, or a float if no entry allows so many digits. Python refuses to make an int of
+    """An int, or a float if no entry allows as many digits. Python refuses to make an int of
     thousands of digits, and its error could not name the entry."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 

@@ -150,7 +150,7 @@ class AdaptiveSpeculativeParams:
         self._states = [first_state(slot, initial_steps) for slot in self.config.slots]
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        """Steps of the next round of a batch of so many requests; 0 means a plain step."""
+        """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:

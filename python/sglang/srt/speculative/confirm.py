@@ -122,7 +122,7 @@ class ConfirmByThresholds:
         lookahead, starts = target.lookahead, layout.per_request[READ_START]
         num_reads, num_pending = len(reads.index), lookahead.num_pending
         first = starts.clamp(max=num_reads - 1)
-        # Without drafts a token is drawn as in a step in which nobody has any.
+        # Without drafts a token is drawn as in a step in which no request has any.
         is_drafted = (sampling.temperature[first] > 0) & (num_pending > 1)
         is_node = is_drafted[reads.request] & (reads.offset < num_pending[reads.request])
         if lookahead.parents is None:

@@ -53,7 +53,7 @@ class RowPlan:
         tier: what a length policy chose; results carry it.
         next_drafts: R counts of drafts that `propose` gives, where the host knows them; empty: it
             does not.
-        rests: the drafter's models are left out of the step, which nobody's drafts follow.
+        rests: the drafter's models are left out of the step, which no drafts follow.
     """
 
     counts: StepCounts
@@ -136,7 +136,7 @@ class DrafterParts:
         options: what `DrafterConfig.options` holds.
         runners: of the target and, after it, of `DrafterType.models`.
         state: the device rows, with the token table.
-        prices: of steps; None where nobody measures any.
+        prices: of steps; None where none are measured.
         clock: times the worker's steps where `DrafterNeeds.times_steps` asks for it and the device
             can tell; times pile up until they are taken (`StepClock.ended`).
     """
@@ -199,7 +199,7 @@ def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> RowPlan:
     """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and its drafts, of which the host knows how many there are. It is plain where nobody has any.
+    and its drafts, of which the host knows how many there are. It is plain where there are none.
 
     Args:
         num_drafts: R counts, 0 where a prompt is fed.

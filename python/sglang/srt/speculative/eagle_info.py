@@ -33,7 +33,7 @@ class EagleVerifyInput:
     Attributes:
         draft_token: [D, S] int64; the target's ids.
         confidence: [D, S] float32; by the head, the probability that a draft is right, if those
-            before it are (`Confidence.drafts`). None: nobody asks.
+            before it are (`Confidence.drafts`). None: not asked for.
         parents: [D, S] int32; see `DraftTrees.write`. None: chains.
     """
 

@@ -112,7 +112,7 @@ class EagleDrafter:
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             return
-        assert step.output is not None, "Nobody is given drafts while the head rests."
+        assert step.output is not None, "No request is given drafts while the head rests."
         tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
         steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
         drafts = self.draft(steps, steps.of_requests(step.output))

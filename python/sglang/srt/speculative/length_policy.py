@@ -24,7 +24,7 @@ from sglang.srt.speculative.acceptance_estimate import (
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 
-OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
+OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
 PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had so many tokens
@@ -43,7 +43,7 @@ class LengthPolicy(Protocol):
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
         """
         Args:
-            prices: of steps; None where nobody has measured any.
+            prices: of steps; None where none were measured.
             max_k: tokens that a request may predict.
         """
 
@@ -136,7 +136,7 @@ class LoadAwareLength:
     needs_prices = True
 
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
-        assert prices is not None, "Lengths go by prices, and nobody has measured any."
+        assert prices is not None, "Lengths go by prices, and none were measured."
         self._prices = prices
         self._max_k = max_k
         self._survival: dict[Kind, Survival] = {}

@@ -61,7 +61,7 @@ class NgramMemory:
 
     def tag_of(self, namespace: Namespace) -> int:
         """A number that stands for a namespace, 1 at least. It is a keyed hash of 62 bits, so that
-        nothing has to be remembered of namespaces that come and go; nobody who does not know the
+        nothing has to be remembered of namespaces that come and go; no one who does not know the
         key can name two that share one."""
         text = repr(namespace).encode()
         digest = hashlib.blake2b(text, digest_size=8, key=self._key).digest()

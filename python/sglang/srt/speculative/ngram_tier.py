@@ -125,7 +125,7 @@ class MatchedTier:
 
     def __init__(self, parts: TierParts) -> None:
         options, prices = parts.options, parts.prices
-        assert prices is not None, "Tiers go by prices, and nobody has measured any."
+        assert prices is not None, "Tiers go by prices, and none were measured."
         self._prices = prices
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)

@@ -68,7 +68,7 @@ class NgramDrafter:
         # A tree of D nodes has no more branches than that.
         self._most_branches = min(most, options.breadth)
         self._trees: BranchConfidence | None = None
-        self._chains: MatchConfidence | None = None  # None too where nobody looks at confidences
+        self._chains: MatchConfidence | None = None  # None too where confidences are not read
         state = parts.state
         num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
         if options.rounds.has_trees:

@@ -79,7 +79,7 @@ class PromptMix:
             return UpcomingRound(num_reqs, kv_tokens)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         cases = [((1.0 - full) * chance, count * self._rows.value) for chance, count in numbers]
-        prompts = dict[int, float]()  # the chance of so many rows
+        prompts = dict[int, float]()  # the chance of a number of rows
         for chance, num_rows in (*cases, (full, self._full_rows.value)):
             rows = min(_rounded(num_rows), _rounded(self._max_rows))
             prompts[rows] = prompts.get(rows, 0.0) + chance

@@ -38,7 +38,7 @@ say what rounds of another number of drafts would give.
         N / L(d) + o(d) / L(d) + z (1 - 1 / L(d))
 
     rounds. More drafts gain less where requests are short. What is said of z holds for requests
-    that end by their number of tokens; of those that end by a token nobody is sure, whatever the
+    that end by their number of tokens; of those that end by a token no one is sure, whatever the
     number of drafts.
 """
 
@@ -85,7 +85,7 @@ class RequestMix:
 
     def __init__(self, num_rows: int) -> None:
         # Of the request of each row; then of those that have ended, of which the oldest one makes
-        # room; then of nobody, with one token, so that there is one.
+        # room; then of no request, with one token, so that there is one.
         self._known = np.zeros((num_rows + MAX_ENDED + 1, 5))
         self._known[-1, TOKENS] = 1.0
         self._others = np.arange(num_rows, num_rows + MAX_ENDED + 1)
@@ -249,7 +249,7 @@ def _before(most: int) -> NDArray[np.int64]:
 
 
 def _forget(known: Floats, most: float) -> None:
-    """Leaves so many drafts after tokens of either kind; known [..., 5] is changed."""
+    """Leaves a number of drafts after tokens of either kind; known [..., 5] is changed."""
     kept = most / np.maximum(known[..., TRIED], most)
     known[..., TRIED] *= kept
     known[..., RIGHT] *= kept

@@ -73,7 +73,7 @@ class Excess:
     def observe(
         self, num_rows: int, price_ms: float, took_ms: float, prior: float | None = None
     ) -> None:
-        """Hears of a round of so many rows, those of prompts counted.
+        """Hears of a round of `num_rows` rows, those of prompts counted.
 
         Args:
             prior: what was thought of such rounds where none was seen; None: what is known of
@@ -151,7 +151,8 @@ class RoundExcess:
         self._tiers: dict[int, Excess] = {}  # of rounds with drafts
 
     def observe(self, num_drafts: int, num_rows: int, price_ms: float, took_ms: float) -> None:
-        """Hears of a round in which each request had so many drafts; the others as for `Excess`."""
+        """Hears of a round in which each request had `num_drafts` drafts; the others as for
+        `Excess`."""
         seen = self._drafts if num_drafts else self._plain
         known, alike = self.of_rounds(num_drafts), self._alike(num_drafts)
         if num_drafts:

@@ -66,8 +66,8 @@ class TierOptions:
     Attributes:
         max_drafts: drafts of a request in a step, at least 1.
         initial: the tier before anything is known, where a policy has such a one.
-        adaptive: which tiers batches of each size may have; None: nobody says.
-        has_trees: a tier is the first so many nodes of each request's tree; False: of its chain.
+        adaptive: which tiers batches of each size may have; None: not given.
+        has_trees: a tier is the first nodes of each request's tree; False: of its chain.
     """
 
     max_drafts: int
@@ -76,7 +76,7 @@ class TierOptions:
     has_trees: bool = False
 
     def candidates(self, batch_size: int) -> tuple[int, ...] | None:
-        """Gives those of a batch of so many requests, padding included; None: nobody says."""
+        """Gives those of a batch of this size, padding included; None: not given."""
         return None if self.adaptive is None else self.adaptive.candidates(batch_size)
 
 

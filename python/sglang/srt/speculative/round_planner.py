@@ -61,7 +61,7 @@ class RoundPlanner:
         if prices is not None and parts.clock is not None:
             self._times = RoundTimes(prices, parts.clock, packs_in_graphs)
         if options.tile_spec_cache is not None:
-            assert prices is not None, "Rows go by prices, and nobody has measured any."
+            assert prices is not None, "Rows go by prices, and none were measured."
             confidence = parts.state.confidence
             assert confidence is not None, "Rows are divided by them (DrafterNeeds.max_masks)."
             tables = RoundTables(prices, packs_in_graphs)
@@ -172,8 +172,8 @@ class RoundPlanner:
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
-        emit in this one, and as many prompts per new token as there were lately; 0 if nobody emits,
-        whatever tiers there are."""
+        emit in this one, and as many prompts per new token as there were lately; 0 if no request
+        emits, whatever tiers there are."""
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
@@ -215,7 +215,7 @@ class _Launched(NamedTuple):
     """A step that has not been read.
 
     Attributes:
-        round: None where nobody decodes.
+        round: None where no request decodes.
         rows: R rows of the page table.
         num_drafts: R counts of drafts that its requests had.
     """

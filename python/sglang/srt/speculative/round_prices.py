@@ -42,7 +42,7 @@ class UpcomingRound(NamedTuple):
         of_pace: the same round by how many tokens rounds give each request, on which it depends
             how many prompts there are; None: it does not.
         lengths: what rounds give the requests (`RequestMix.lengths`), by the most drafts; None:
-            nobody has asked for it (`TierPolicy.reads_lengths`).
+            not asked for (`TierPolicy.reads_lengths`).
         is_fed: the drafter's model has been fed all tokens of the requests.
     """
 
@@ -60,7 +60,7 @@ class UpcomingRound(NamedTuple):
         return [(chance, RoundCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
 
     def at_pace(self, length: float) -> UpcomingRound:
-        """The round if rounds give each request so many tokens."""
+        """The round if rounds give each request `length` tokens."""
         return self if self.of_pace is None else self.of_pace(length)
 
 
@@ -76,7 +76,8 @@ class RoundPrices(Protocol):
     def spread(self) -> float: ...
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
-        """Milliseconds of a round in which every request has so many drafts; 0: a plain step."""
+        """Milliseconds of a round in which every request has `num_drafts` drafts; 0: a plain
+        step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class RoundCost:
         return RoundCost(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
 
     def at(self, kv_tokens: int) -> float:
-        """Milliseconds with so many tokens of KV."""
+        """Milliseconds with that many tokens of KV."""
         return self.rows_ms + self.kv_ms * kv_tokens
 
 
@@ -105,7 +106,7 @@ class MeasuredRounds:
         target, head: what was measured at start-up.
         tree: what drafting gives each request; None: chains.
         max_requests: of a step; None: any number.
-        can_rest: the head is left out of steps in which nobody verifies drafts or is given any, so
+        can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
     """
 

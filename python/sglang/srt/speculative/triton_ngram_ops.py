@@ -272,7 +272,7 @@ class TritonNgramOps:
         self._num_parts, self._block = num_parts, block
         self._draft_block = max(2, triton.next_power_of_2(state.max_pending))
         rows = torch.zeros(1, dtype=torch.int64, device=state.tokens.device)
-        self.find(rows, 1)  # compiles: row 0 is nobody's yet
+        self.find(rows, 1)  # compiles: row 0 is no request's yet
         self.find(rows, 1, rows[:, None])
 
     def find(

@@ -186,7 +186,7 @@ class Accepted(NamedTuple):
 
     Attributes:
         num_tried: tokens that it could have accepted.
-        row: of the request in the page table; -1 where nobody asks, as in simulations.
+        row: of the request in the page table; -1 where not asked for, as in simulations.
     """
 
     kind: Kind | None

@@ -97,7 +97,7 @@ class ShortenedRows:
         return cls(requests, per_request[ROW][requests], tokens, most_kept)
 
     def shorten(self, accepted: AcceptedTokens) -> AcceptedTokens:
-        """Returns what all requests get then; drafts that these verified count for nobody."""
+        """Returns what all requests get then; drafts that these verified do not count."""
         requests = self.requests
         accept_lens, kept_lens = accepted.accept_lens.clone(), accepted.kept_lens.clone()
         accept_lens[requests] = torch.minimum(accept_lens[requests], self.most)

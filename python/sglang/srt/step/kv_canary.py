@@ -28,7 +28,7 @@ NUM_NOTES = 3
 class KVCanary:
     """Notes of each slot of each pool behind a page table, whose checksum is of the token that was
     fed there, its position, and all tokens that it follows: those before it, or the path above it
-    in a tree. Requests that share a prefix agree on the sums of its slots, and nobody else does.
+    in a tree. Requests that share a prefix agree on the sums of its slots, and no others do.
 
     A pool's notes are one of its tensors: whoever moves or releases KV does the same to them, and
     whoever forgets to is found. Below the watermark a slot must have the sum of the sequence in the

@@ -114,7 +114,7 @@ class PriceTable:
         prompt_kv_ms: cost per token that a prompt's chunk sees, by the chunk's rows; not falling.
             Rows share what they read of KV, and small chunks underuse a GPU.
         spread: typical deviation of one measurement from another, as a share.
-        measured_s: seconds that measuring took; 0 of prices that nobody measured.
+        measured_s: seconds that measuring took; 0 of prices that were not measured.
     """
 
     find: FindGraph
@@ -176,7 +176,7 @@ class DraftPrices:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
         passes: by how many draft steps a pass has, or by the shape of its trees, what it takes by
             requests, with next to no KV.
-        measured_s: seconds that measuring took, of all; 0 of prices that nobody measured.
+        measured_s: seconds that measuring took, of all; 0 of prices that were not measured.
     """
 
     extend: PriceTable

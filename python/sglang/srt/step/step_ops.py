@@ -261,7 +261,7 @@ class StepOps(Protocol):
         Args:
             layout: with `lookahead`.
             targets: [S] int64; the target's own token after each row read.
-            max_accepted: M; nobody is given more, however many drafts are confirmed.
+            max_accepted: M; no request is given more, however many drafts are confirmed.
         """
 
     def write_drafts(

@@ -78,7 +78,7 @@ def is_port_available(port: int) -> bool:
 
 
 def get_open_port() -> int:
-    """A port that nobody listens on: SGLANG_PORT, or the next that is free; else any."""
+    """A port without a listener: SGLANG_PORT, or the next that is free; else any."""
     wished = os.environ.get("SGLANG_PORT", "")
     if wished.isdigit():
         for port in range(int(wished), 65_536):
@@ -102,7 +102,7 @@ def get_ip() -> str:
 
 
 def set_ulimit(target_soft_limit: int = 65_535) -> None:
-    """Lets this process open so many files, as far as the system allows it."""
+    """Lets this process open that many files, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wished = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
     if soft != resource.RLIM_INFINITY and soft < wished:

@@ -258,7 +258,7 @@ def _within(
         try:
             result = work()
         except FAILURES as error:
-            with suppress(InvalidStateError):  # nobody waits any more
+            with suppress(InvalidStateError):  # no one waits any more
                 future.set_exception(error)
             return
         try:

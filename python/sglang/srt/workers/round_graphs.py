@@ -5,7 +5,7 @@ proposes the next drafts.
 The first differs by how many drafts each request verifies, the second by how many it is given. So a
 step that gives another number of drafts than it verified replays two graphs, as any other does.
 
-Steps have such graphs where every request verifies the same number of drafts and nobody asks for
+Steps have such graphs where every request verifies the same number of drafts and none asks for
 anything that the host must look at, such as log-probabilities; proposals, where every request is
 given the same number. All others run piece by piece (`TpModelWorker`).
 """
@@ -55,7 +55,7 @@ class VerifiedStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Captured:
-    """A graph of so many requests.
+    """A graph for a number of requests.
 
     Attributes:
         rows: [R] int64; of the page table, which the graph reads; all else it finds after them.
@@ -190,8 +190,8 @@ class RoundGraphs:
         }
 
     def _batch_sizes(self, count: int) -> list[int]:
-        """Requests that may have so many drafts, ascending. Steps of more rows keep the device busy
-        for longer than their launches take."""
+        """Requests that may have `count` drafts, ascending. Steps of more rows keep the device
+        busy for longer than their launches take."""
         return [
             size
             for size in decode_sizes(self._table.num_rows)
@@ -311,7 +311,7 @@ class RoundGraphs:
 
 
 def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
-    """The graph of the fewest requests that has room for so many; sizes ascend."""
+    """The graph of the fewest requests that has room for `num_reqs`; sizes ascend."""
     sizes = [*graphs] if graphs else []
     if not graphs or num_reqs > sizes[-1]:
         return None

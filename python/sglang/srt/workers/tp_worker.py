@@ -1,7 +1,7 @@
 """The worker: a target model, and a drafter or none.
 
-Without a drafter, or in a step in which nobody looks ahead, each request feeds its pending token
-(or a chunk of its prompt) and is given one token. With one, a step follows the order that
+Without a drafter, or in a step in which no request looks ahead, each request feeds its pending
+token (or a chunk of its prompt) and is given one token. With one, a step follows the order that
 `speculative/drafter.py` describes.
 """
 
@@ -62,7 +62,7 @@ class _Drawing(NamedTuple):
         given: what requests get; less than was accepted where `shortened` says so.
         logits: [S, V]; after penalties and biases.
         sampling: None where all rows are greedy.
-        drawn: None where nobody wants log-probabilities.
+        drawn: None where log-probabilities are not wanted.
     """
 
     given: AcceptedTokens
@@ -82,7 +82,7 @@ class TpModelWorker:
         drafter: made over the same device rows.
         confirm: which drafts are confirmed; None: those that equal the target's own tokens.
         on_step: is told of every step with the drafter's proposals in place, for debugging.
-        clock: times every step; None: nobody asks.
+        clock: times every step; None: not asked for.
     """
 
     def __init__(

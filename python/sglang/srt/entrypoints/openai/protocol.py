@@ -108,7 +108,7 @@ def parse_openai(
     Args:
         kind: a struct with SamplingFields, `stream_options` and `custom_params`.
         unsupported: fields that are accepted at neutral values only.
-        unknown: what becomes of fields that nobody knows.
+        unknown: what becomes of unknown fields.
         limits: of the prompts.
 
     Raises:

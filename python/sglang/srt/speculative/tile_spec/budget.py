@@ -239,7 +239,7 @@ class TileSpec:
         return self._calibration.predict(resampled(scores, longest, count))
 
     def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
-        """Rows that padding would take if so many drafts were cut."""
+        """Rows that padding would take if that many drafts were cut."""
         q_lens = plan.counts.q_lens
         num_rows = sum(q_lens) - num_cut
         return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
@@ -336,7 +336,7 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
 
 
 def _packed(plan: RowPlan, num_cut: int) -> RowPlan:
-    """The plan with so many drafts less; the device decides which."""
+    """The plan with fewer drafts; the device decides which."""
     counts = plan.counts
     size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
     return replace(plan, counts=replace(counts, packed=size))

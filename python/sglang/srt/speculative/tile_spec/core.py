@@ -163,8 +163,8 @@ class PiecewiseLinearLatency:
         return tuple(segment.last for segment in self.segments)
 
     def at(self, num_rows: int) -> float:
-        """Milliseconds of so many rows: between two segments those of the later one, since a GPU
-        computes whole tiles, and beyond the last one as its line goes on."""
+        """Milliseconds of a number of rows: between two segments those of the later one, since a
+        GPU computes whole tiles, and beyond the last one as its line goes on."""
         index = bisect.bisect_left(self.ends, num_rows)
         return self.segments[min(index, len(self.segments) - 1)].at(num_rows)
 
@@ -217,7 +217,7 @@ def compute_optimal_k(
     Args:
         chances: [n] float in any order and shape; of each draft, that it and all before it are
             confirmed.
-        table: of rounds of so many requests.
+        table: of rounds of `num_requests` requests.
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
