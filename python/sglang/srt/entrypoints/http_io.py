@@ -41,9 +41,9 @@ ERROR_TYPES = {
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
-SMALL_PARTS = 10_000  # so many numbers become JSON in less than a millisecond
+SMALL_PARTS = 10_000  # this many numbers become JSON in less than a millisecond
 LONG_EVENT_S = 0.001  # to write an event of a stream
-PAUSE_RATIO = 10  # after such an event its stream waits so many times as long
+PAUSE_RATIO = 10  # after such an event its stream waits this many times as long
 CLIENT_GONE_STATUS = 499  # in the access log only: no client is there to read it
 EVENT_STREAM = "sglang.event_stream"  # in a scope: the response is one
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`

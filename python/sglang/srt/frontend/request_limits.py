@@ -105,7 +105,7 @@ def check_length(
 
     Args:
         field: the prompt's name.
-        is_counted: the prompt has exactly so many tokens, and not at least so many.
+        is_counted: the prompt has exactly that many tokens, and not at least that many.
 
     Raises:
         RequestError: if the prompt is empty or too long, or if the output is beside it.

@@ -21,7 +21,7 @@ class GraphKey:
     planned differently, so plans are kept by the whole key.
 
     Attributes:
-        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many,
+        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to `width`,
             MIXED where some may feed any number, as prompts do; DRAFT_STEPS where every request
             feeds one row in each of several steps, one after another.
         num_reqs: requests, padding included.

@@ -7,8 +7,8 @@ for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`
 - RAGGED, if requests feed a few rows each (look-ahead, drafts to verify), in any mix.
 - UNIFORM instead, if the attention backend can only plan the same number of rows for each request:
   each gets the graph's width, and padding fills the rows that it does not feed.
-- MIXED, if some feed prompts. There are none for so many rows that the device is busy for longer
-  than a launch takes the host; every step of fewer rows finds one.
+- MIXED, if some feed prompts. There are none for steps that keep the device busy longer than a
+  launch takes the host; every step of fewer rows finds one.
 
 - DRAFT_STEPS, for several steps of one row per request at once (`draft_passes.py`).
 

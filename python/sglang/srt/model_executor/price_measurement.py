@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # Rows of steps that replay no graph, and rows whose logits are read.
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-# Products are cut into tiles, and a GPU computes so many at a time: prices are no straight line,
+# Products are cut into tiles, and a GPU computes several at a time: prices are no straight line,
 # and more rows may cost less.
 MANY_ROWS = (*range(1152, 2049, 128), 2560, 4096, 8192)
 SLOW_ROWS = MANY_ROWS[0]  # from here on a step takes so long that one run tells its price

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk
 
-# However long the step gets, so many prompt tokens are fed in it, so that every prompt is read some
-# time. Up to so many rows a GPU's matrix products are bound by reading the weights: they cost next
-# to nothing beside the decodes.
+# However long the step gets, this many prompt tokens are fed in it, so that every prompt ends some
+# time. Up to this many rows a GPU's matrix products are bound by reading the weights: they cost
+# next to nothing beside the decodes.
 MIN_PROMPT_TOKENS = 128
 # What steps take, over their price, is followed quickly upwards and slowly downwards: by these
 # shares of the difference in each step. A step that took longer than MAX_EXCESS met something that
@@ -24,7 +24,7 @@ PRICE_MARGIN = 1.05  # steps of the same price do not all take the same
 # the first one of a step. So prompts begin to decode one after the other, and end so: in a closed
 # loop as many come in a step as end in one. All at once would end at once.
 SHARE_OF_OTHERS = 1 / 3
-# A GPU computes products of many rows in tiles of so many; part of a tile costs as much as all.
+# A GPU computes products of many rows in tiles of this size; part of a tile costs as much as all.
 ROW_TILE = 128
 
 

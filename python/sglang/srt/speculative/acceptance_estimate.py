@@ -81,7 +81,7 @@ class Survival:
             chance *= survival
             mean += chance
             chances.append(chance)
-            # Without a failure among so many trials, one in as many may still fail.
+            # Without a failure among that many trials, one in as many may still fail.
             variances.append(max(1.0 - survival, 1.0 / trials) / (survival * trials))
             tail = variance = 0.0
             for i in range(j, -1, -1):

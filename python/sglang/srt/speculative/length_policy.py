@@ -27,7 +27,7 @@ from sglang.srt.step.price_table import PriceTable, StepShape
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
-PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had so many tokens
+PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had this many tokens
 REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
 
 

@@ -154,7 +154,7 @@ class BranchConfidence:
 
         Args:
             rows: [R] int64.
-            num_fed: [R] int64; the first so many nodes of each were fed.
+            num_fed: [R] int64; nodes of each, from the first on, that were fed.
             num_right: [R] int64; nodes on the confirmed path.
             path: [R, M] integers; the root, 0, then those nodes; what is after means nothing.
         """

@@ -8,10 +8,11 @@ import math
 from sglang.srt.speculative.round_prices import RoundCase, UpcomingRound
 from sglang.srt.step.worker import ScheduleBatch
 
-ROW_GRAIN = 32  # rows of prompts are rounded to so many, so that there are few prices to compute
+ROW_GRAIN = 32  # rows of prompts are rounded to multiples of it: there are few prices to compute
 MEMORY_STEPS, MEMORY_PROMPTS = 64, 16  # steps that are remembered, and of these with prompts
 LEAST_PROMPTS = 0.02  # of a step; below, they are left out
-# Numbers of prompts that are looked at: so many standard deviations around the mean, and so many.
+# Numbers of prompts that are looked at: SPREAD standard deviations around the mean, MAX_NUMBERS at
+# most.
 SPREAD, MAX_NUMBERS = 1.7, 6
 
 
@@ -54,8 +55,8 @@ class PromptMix:
         self._tokens = Mean(MEMORY_STEPS)  # of a step
 
     def observe(self, num_prompts: int, prompt_rows: int, is_full: bool = False) -> None:
-        """Hears of a step in which requests decode, with so many rows of prompts in all. `is_full`:
-        one of the prompts does not end in it."""
+        """Hears of a step in which requests decode, with `prompt_rows` rows of prompts in all.
+        `is_full`: one of the prompts does not end in it."""
         self._full.add(is_full)
         if is_full:
             self._full_rows.add(prompt_rows)
@@ -69,7 +70,7 @@ class PromptMix:
         self._tokens.add(num_tokens)
 
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
-        """A round of these requests, if rounds give each of them so many tokens. Prompts come by
+        """A round of these requests, if rounds give each of them `pace` tokens. Prompts come by
         chance, each alone, so their number is Poisson's; full steps come as often as they may."""
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
         growth = num_reqs * pace / tokens
@@ -88,8 +89,8 @@ class PromptMix:
 
 
 def _numbers(mean: float) -> list[tuple[float, float]]:
-    """Poisson numbers of this mean, each with its chance: the likely ones, or so many between them
-    that are as far apart. Their mean is about the same."""
+    """Poisson numbers of this mean, each with its chance: the likely ones, or MAX_NUMBERS between
+    them that are as far apart. Their mean is about the same."""
     off = SPREAD * math.sqrt(mean)
     least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
     stride = -(-(most + 1 - least) // MAX_NUMBERS)

@@ -58,10 +58,10 @@ PRIOR = 3.0  # drafts that the others count as in what is thought of one request
 # Requests that have ended and are remembered; drafts after tokens of a kind that are remembered of
 # all that have ended together.
 MAX_ENDED, PAST = 64, 1024.0
-# Tokens, of all requests together, whose shares say which requests there are, or those of so many
+# Tokens, of all requests together, whose shares say which requests there are, or those of recent
 # steps if these are fewer: with a few requests at a time it would take long to forget others.
 WINDOW, WINDOW_STEPS = 4096.0, 128.0
-# Before anything is known a draft is right with this chance, which counts as so many drafts.
+# Before anything is known a draft is right with this chance, which counts as FIRST_TRIALS drafts.
 FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # a stretch ends some time
 # When accuracy over the last RECENT_TRIALS drafts or RECENT_STEPS steps is CHANGE standard
@@ -191,7 +191,7 @@ class RequestMix:
 
         Args:
             num_new: tokens of a request that rounds give. If they are fewer than a round may give,
-                they count as so many: the end then lies where no mean says.
+                they count as that many: the end then lies where no mean says.
             num_late: rounds that are launched before the one before them is read.
         """
         num_new = max(num_new, 1.0 + most)

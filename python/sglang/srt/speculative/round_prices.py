@@ -100,7 +100,7 @@ class MeasuredRounds:
 
     Attributes:
         excess: by how much rounds take longer than what was measured.
-        prompt_row_ms: what a row of a prompt costs in a step of so many that each costs least.
+        prompt_row_ms: what a row of a prompt costs in steps of the size where each costs least.
 
     Args:
         target, head: what was measured at start-up.
@@ -184,8 +184,8 @@ class MeasuredRounds:
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> RoundCost:
-        """A pass over so many rows, of a request `width` at most, beside rows of prompts, without
-        logits."""
+        """A pass over `num_rows` rows, of a request `width` at most, beside rows of prompts,
+        without logits."""
         kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
         rows = self.fed(num_reqs, width, num_rows, prompt_rows)
         return RoundCost(prices.rows_ms(*rows), prices.attention_ms(kv_shape))

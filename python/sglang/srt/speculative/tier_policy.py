@@ -45,7 +45,7 @@ class TierParts:
 
     Attributes:
         prices: of rounds; None where none were measured.
-        graph_size: the number of requests that a step of so many is padded to.
+        graph_size: maps a number of requests to the number that their step is padded to.
         feed_ms: milliseconds by which a plain step takes longer than its price if the drafter's
             model is not left out of it; None: it never is.
         is_timed: rounds are timed while they serve, and prices follow.

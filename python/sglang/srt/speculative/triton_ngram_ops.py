@@ -254,7 +254,7 @@ class TritonNgramOps:
 
     Args:
         num_parts: programs that search for each request, a power of 2. A lone request keeps a GPU
-            busy with so many; of many requests more programs than run at once cost little.
+            busy with that many; of many requests more programs than run at once cost little.
         block: places that a program looks at together, a power of 2.
     """
 

@@ -18,7 +18,7 @@ class PromptChunk(NamedTuple):
     """Rows of a prompt that a step feeds.
 
     Attributes:
-        position: of the first one, so many tokens are before it.
+        position: of the first one; as many tokens are before it.
     """
 
     position: int

@@ -190,7 +190,7 @@ class RequestRows:
         Args:
             rows: [R] int64.
             tokens: [R, D] int64; D is less than `max_pending`.
-            num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
+            num_drafts: [R] int64; drafts of each, from the first on, 0 where nothing is to change,
                 as in requests that have not emitted. None: all drafts of each.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
             confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.

@@ -71,7 +71,7 @@ class DividedRows:
         q_starts: [R + 1] int64; place of each request's first row in the step, then the end of the
             last one's; never descending, and `num_rows` at most.
         num_drafts_kept: [R] int64; counted from the first.
-        num_masks_kept: [R] int64; the first so many; 0 where not all drafts are kept.
+        num_masks_kept: [R] int64; counted from the first; 0 where not all drafts are kept.
     """
 
     q_starts: torch.Tensor

@@ -55,7 +55,7 @@ class StepCounts:
             look-ahead, which have no drafts. The others emit predictions that no row has confirmed.
         is_plain: each request feeds its prompt or its one pending token, and one row of it is read
             at most.
-        packed: None: each request feeds and reads exactly so many rows, those after its pending
+        packed: None: each request feeds and reads exactly that many rows, those after its pending
             tokens with the look-ahead token. Else these are the most that it may, and the device
             divides `packed.num_rows` rows among them.
     """

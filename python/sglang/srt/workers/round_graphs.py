@@ -200,7 +200,7 @@ class RoundGraphs:
         ]
 
     def _step_sizes(self, count: int) -> list[int]:
-        """Requests of each step that verifies so many drafts. There is none of a size where a
+        """Requests of each step that verifies `count` drafts. There is none of a size where a
         larger one takes less time: batches are padded to that."""
         keys, width = self._runners.target.graph_keys, 1 + count
         assert keys is not None, "The target has graphs."

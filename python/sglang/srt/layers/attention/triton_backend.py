@@ -290,8 +290,9 @@ class TritonBackend:
         longest_narrow: int,
         num_wide: int,
     ) -> None:
-        """The groups of few rows at the head of `items`, whose requests have KV for up to so many
-        positions. Of the wide ones about `num_wide` are not empty."""
+        """The groups of few rows at the head of `items`, whose requests have KV for up to
+        `longest_wide` or `longest_narrow` positions. About `num_wide` of the wide ones are not
+        empty."""
         wide, narrow = items[: room.wide], items[room.wide :][: room.narrow]
         self._few = []
         if room.wide:

@@ -1,8 +1,8 @@
 """Chooses on the host how many rows a step of drafts gets, from what it read last.
 
 For each request there is a chain of the same length, or a tree of the same size at most.
-Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of so many
-drafts, and the device divides them among the requests by the scores of these very drafts
+Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of that
+many drafts, and the device divides them among the requests by the scores of these very drafts
 (`RowPacking`). Where all of them pay, the step is the one that it would be without this.
 """
 
@@ -36,8 +36,8 @@ from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
-GAIN_GRAIN = 128  # rows of prompts are rounded up to so many
-LOOK_STEPS = 16  # after so many steps it is computed anew what rounds cost and cutting gains
+GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
+LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
 class RoundTables:
@@ -79,7 +79,8 @@ class RoundTables:
         return LatencyTable(found.rows, tuple(costs))
 
     def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
-        """Rows that a packed step of so many has room for; arguments as for `PriceTable.find`."""
+        """Rows that a packed step of `num_rows` rows has room for; arguments as for
+        `PriceTable.find`."""
         key = self._packed.target.find(num_reqs, widest, num_rows)
         return num_rows if key is None else key.num_tokens
 
@@ -293,7 +294,7 @@ class TileSpec:
         return confirmed
 
     def _continued(self, chain: Floats, num_right: int) -> int:
-        """Drafts of a chain that are right, if the first so many are; chain [S] of chances."""
+        """Drafts of a chain that are right, if the first `num_right` are; chain [S] of chances."""
         while num_right < len(chain):
             before = chain[num_right - 1] if num_right else 1.0
             if self._lots.random() * before >= chain[num_right]:
@@ -309,7 +310,7 @@ def confirmed_nodes(
 
     Args:
         paths: [D, M]; nodes from the root on, 0; draft j is node j + 1.
-        num_confirmed: [D]; what is after so many drafts of a path means nothing.
+        num_confirmed: [D]; what is after that many drafts of a path means nothing.
     """
     is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
     nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
