@@ -123,8 +123,6 @@ class AdaptiveSpeculativeParams:
     Attributes:
         config: what the file says.
         candidate_steps: those of all slots, ascending, each once.
-        num_switches: decisions that gave a slot other steps. That batches of other sizes come, and
-            have other steps, is no switch.
     """
 
     def __init__(
@@ -146,7 +144,6 @@ class AdaptiveSpeculativeParams:
         """
         self.config = read_adaptive_config(cfg_path) if config is None else config
         self.candidate_steps = self.config.candidate_steps
-        self.num_switches = 0
         self._states = [first_state(slot, initial_steps) for slot in self.config.slots]
 
     def get_steps_for_batch(self, batch_size: int) -> int:
@@ -185,6 +182,4 @@ class AdaptiveSpeculativeParams:
         mean = sum(num_correct_drafts_per_req) / len(num_correct_drafts_per_req)
         after = state_after_round(before, self.config.slots[index], mean)
         self._states[index] = after
-        has_switched = after.steps != before.steps
-        self.num_switches += has_switched
-        return has_switched
+        return after.steps != before.steps
