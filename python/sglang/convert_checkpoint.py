@@ -18,7 +18,7 @@ from sglang.srt.pickled_weights import WITH_NETWORK, convert
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Converts; returns the exit code, 1 behind a line that says what went wrong."""
+    """Converts; returns the exit code, 1 after a line that says what went wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("source", type=Path, help="folder with *.bin or *.pt and config.json")
     parser.add_argument("target", type=Path, help="folder to be made")

@@ -1,4 +1,4 @@
-"""How the benchmarks of this folder time an op on a GPU, and what their figures depend on.
+"""Times an op on a GPU for the benchmarks of this folder, and records what their figures depend on.
 
 Device time: a graph of many calls, so that launches cost what they cost inside a decode graph. Host
 time: the Python call alone, without waiting for the GPU.
@@ -54,7 +54,7 @@ def host_time_us(call: Callable[[Argument], object], argument: Argument, repeats
 
 
 def environment(script: str) -> dict[str, object]:
-    """What the figures of a script of this folder depend on."""
+    """Returns what the figures of a script of this folder depend on."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         cwd=Path(__file__).parent,

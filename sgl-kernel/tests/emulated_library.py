@@ -50,7 +50,7 @@ def argmax_logprob(
 def topk_logprob(
     library: KernelLibrary, logits: torch.Tensor, topk: int, banned_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As sgl_kernel.topk_logprob; outputs and workspace hold poison before, and behind them."""
+    """As sgl_kernel.topk_logprob; outputs and workspace hold poison before, and after them."""
     rows, size = logits.shape
     token_ids = torch.full((rows * topk + _GUARD,), -7)
     logprobs = torch.full((rows * topk + _GUARD,), torch.nan)

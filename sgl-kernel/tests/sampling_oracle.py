@@ -1,4 +1,4 @@
-"""What the sampling ops may return, in float64, and the inputs that tests share."""
+"""Says what the sampling ops may return, in float64, and makes the inputs that tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What confirm_drafts and move_kept_kv may return, row by row, and the inputs that tests share."""
+"""Says what confirm_drafts and move_kept_kv may return, row by row, and makes the inputs that tests
+share."""
 
 from __future__ import annotations
 
@@ -52,10 +53,10 @@ class DraftCase:
 def random_drafts(
     num_requests: int, max_rows: int, seed: int, has_tree: bool = True, reads_all: bool = True
 ) -> DraftCase:
-    """Ragged requests, each with up to max_rows pending rows and a few others behind them.
+    """Ragged requests, each with up to max_rows pending rows and a few others after them.
 
     Two thirds of the drafts hold what their parent drew. Some parents are invalid, some siblings
-    hold the same token, and rows behind the pending ones follow pending rows. Every fifth request
+    hold the same token, and rows after the pending ones follow pending rows. Every fifth request
     has no pending row.
 
     Args:
@@ -133,7 +134,7 @@ def pending_count(case: DraftCase, request: int) -> int:
 
 
 def expected_path(case: DraftCase, request: int) -> tuple[list[int], int]:
-    """The kept rows of a request and the token behind them, step by step."""
+    """The kept rows of a request and the token after them, step by step."""
     count = pending_count(case, request)
     if count == 0:
         return [], 0

@@ -45,7 +45,7 @@ class Built:
         return self
 
     def masks(self) -> list[list[set[int]]]:
-        """What each node of each request sees; the prefix of FULL_MASK is all seen."""
+        """Returns what each node of each request sees; the prefix of FULL_MASK is all seen."""
         masks, start, size = [], 0, self.num_nodes
         for length in self.case.seq_lens.tolist():
             if self.mode == PACKED:

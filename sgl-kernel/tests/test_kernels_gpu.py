@@ -101,7 +101,7 @@ def test_argmax_logprob(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("topk", [1, 2, 4, 8, 16, 33])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 128])
 def test_topk_logprob(rows: int, topk: int, dtype: torch.dtype) -> None:
-    """Of random logits, and of few values, so that there are ties."""
+    """Tests random logits, and few values, so that there are ties."""
     for size in (33, 4097, 128256):
         logits = random_logits(rows, size, size + topk, dtype)
         for case in (logits, logits.round(), surrounded(logits, topk % 8, 3)):

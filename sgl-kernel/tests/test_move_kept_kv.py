@@ -32,7 +32,7 @@ def move(request: pytest.FixtureRequest) -> Move:
 
 
 def check_moves(move: Move, case: MoveCase) -> int:
-    """How many tensors have changed."""
+    """Checks the moves; returns how many tensors have changed."""
     before = [tensor.clone() for tensor in case.kv.tensors]
     expected = expected_kv(case)
     move(case)
@@ -68,7 +68,7 @@ def test_a_chain_moves_nothing(move: Move) -> None:
 
 def test_numbers_outside_of_their_range_move_nothing(move: Move) -> None:
     case = random_moves(6, 8, 4, seed=3)
-    # Before and behind the table lie rows, and before and behind the pools slots, that would do.
+    # Before and after the table lie rows, and before and after the pools slots, that would do.
     guards = [tensor[[0, -1]] for tensor in case.kv.tensors]
     storages, page_table = case.kv.tensors, (case.page_table - 1)[1:-1]
     path = torch.tensor([[0, 2, 3, 5, 6, -1, -1, -1]], dtype=torch.int32).repeat(6, 1)

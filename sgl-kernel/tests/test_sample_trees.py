@@ -210,7 +210,7 @@ _DRAWS = {"reference": 40000, "emulated": 1000}
 
 
 def test_tokens_follow_the_models_distribution(trees: Ops, request: pytest.FixtureRequest) -> None:
-    """All outcomes of a tree of two levels, a path and the token behind it, against the product of
+    """All outcomes of a tree of two levels, a path and the token after it, against the product of
     the model's probabilities."""
     draws = _DRAWS[request.node.callspec.params["trees"]]
     parents, tokens = [-1, 0, 0, 0, 1, 1, 2], [99, 4, 0, 2, 1, 3, 4]

@@ -146,7 +146,7 @@ def test_no_tokens_and_no_requests(trees: Ops) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_built_trees_are_confirmed_as_by_their_parents(trees: Ops, seed: int) -> None:
-    """What build_ragged_trees writes feeds both verifications."""
+    """Feeds both verifications with what build_ragged_trees writes."""
     drafts = drafted(20, 3, 4, seed)
     built = trees.build_ragged_trees(*drafts.flat(), drafts.num_rows)
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,5 @@
-"""What the ops of draft trees may return, node by node, and the inputs that tests share."""
+"""Says what the ops of draft trees may return, node by node, and makes the inputs that tests
+share."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from sgl_kernel import RaggedTrees
 
 
 class Node(NamedTuple):
-    """Of one tree; -1 for no node."""
+    """A node of one tree; -1 for no node."""
 
     parent: int
     depth: int
@@ -131,7 +132,7 @@ _PROBABILITIES = (1.0, 0.5, 0.5, 0.25, 0.3, 0.1, 0.0, 1e-30)
 
 
 def uniform_parents(parent_list: Sequence[int], selected: Sequence[int], topk: int) -> list[int]:
-    """Of the nodes of one tree of build_tree_kernel_efficient."""
+    """Returns the parents of the nodes of one tree of build_tree_kernel_efficient."""
     parents = [-1]
     for node, candidate in enumerate(selected, start=1):
         before = list(selected[: node - 1])

@@ -1,4 +1,5 @@
-"""What verifications of draft trees may return, draft by draft, and the inputs that tests share."""
+"""Says what verifications of draft trees may return, draft by draft, and makes the inputs that
+tests share."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def children_of(case: VerifyCase, rows: range, node: int) -> list[int]:
 
 
 def greedy_path(case: VerifyCase, request: int) -> tuple[list[int], int]:
-    """Kept nodes, and the token behind the last."""
+    """Kept nodes, and the token after the last."""
     rows = rows_of(case, request)
     if not rows:
         return [], 0
@@ -137,7 +138,7 @@ def greedy_path(case: VerifyCase, request: int) -> tuple[list[int], int]:
 def sampled_path(
     case: VerifyCase, request: int, threshold_single: float = 1.0, threshold_acc: float = 1.0
 ) -> tuple[list[int], dict[int, float]]:
-    """Kept nodes, and the tokens refused behind the last of them with their probabilities."""
+    """Kept nodes, and the tokens refused after the last of them with their probabilities."""
     rows = rows_of(case, request)
     if not rows:
         return [], {}

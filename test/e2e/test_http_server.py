@@ -207,8 +207,7 @@ def test_health_and_info(server: RunningServer) -> None:
     assert info["model_path"] == model["model_path"] == info["resolved"]["path"]
     assert info["max_running_requests"] == 2
     assert info["chunked_prefill_size"] == 2048
-    schedule = info["resolved"]["schedule"]
-    assert (schedule["chunks_follow_load"], schedule["max_step_ms"]) == (True, 0.0)
+    assert info["resolved"]["schedule"]["max_step_ms"] == 0.0
     assert info["internal_states"][0]["running_batch_size"] == 0
 
 

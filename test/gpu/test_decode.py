@@ -57,7 +57,7 @@ ARRIVALS: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"frequency_penalty": 0.5}, {"hidden_states": "all"}),
 )
 NEVER_WAIT = [
-    name for name in BACKENDS if not ATTENTION_BACKENDS.load(name).capabilities().needs_host_lens
+    name for name in BACKENDS if ATTENTION_BACKENDS.load(name).capabilities().reads_q_starts
 ]
 
 

@@ -22,6 +22,8 @@ EVERYWHERE = (PACKAGE, "sgl-kernel", "scripts", "benchmark", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
+QUESTION_WORDS = ("What", "Which", "Whether", "How", "Of", "By", "That", "Who", "Where", "When")
+
 UNSAFE_MODULES = {"pickle", "pickletools", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_NAMES = {"eval", "exec"}  # as plain calls; `module.eval()` of torch is another thing
 UNSAFE_WORDS = {"trust_remote_code", "ForkingPickler"}
@@ -210,6 +212,20 @@ def check_silent_handlers(path: str, source: str) -> list[Finding]:
     return _counted(path, hits())
 
 
+def check_docstrings(path: str, source: str) -> list[Finding]:
+    """Finds docstrings, those of constants too, that begin with a word of QUESTION_WORDS."""
+
+    def hits() -> Iterator[tuple[int, str]]:
+        for node in _nodes(source):
+            match node:
+                case ast.Expr(ast.Constant(str() as text)) if (
+                    text.partition(" ")[0] in QUESTION_WORDS
+                ):
+                    yield node.lineno, text.partition("\n")[0]
+
+    return _counted(path, hits())
+
+
 def module_name(path: str) -> str:
     dotted = path.removeprefix("python/").removesuffix(".py").replace("/", ".")
     return dotted.removesuffix(".__init__")
@@ -301,6 +317,12 @@ RULES = {
     ),
     "silent handler": Rule(
         check_silent_handlers, EVERYWHERE, "0", "catch the one expected error, or log and raise"
+    ),
+    "docstring": Rule(
+        check_docstrings,
+        (PACKAGE, "sgl-kernel"),
+        "0",
+        "begin with a verb (Tells whether, Returns), of a class or property a noun phrase",
     ),
     "layer": Rule(
         check_layers, (PACKAGE,), "0", "import downwards only: pass the thing in or move it down"

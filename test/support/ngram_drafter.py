@@ -16,13 +16,13 @@ from sglang.srt.speculative.drafter import (
     DrafterParts,
     ExtendedStep,
     RowPlan,
-    verifying_plan,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from verifying_plan import verifying_plan
 
 PLACE = f"{__name__}:NgramDrafter"  # for a registry
 NUM_BRANCHES = 4

@@ -121,7 +121,6 @@ class ReplayableAttention:
             dtypes=frozenset({torch.float32}),
             page_sizes=None,
             graph=cls.support,
-            needs_host_lens=False,
             tree_masks=True,
             captures_trees=True,
             reads_q_starts=True,

@@ -25,11 +25,11 @@ from sglang.srt.speculative.drafter import (
     DrafterParts,
     ExtendedStep,
     RowPlan,
-    verifying_plan,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from verifying_plan import verifying_plan
 
 NAME = "second_model"
 

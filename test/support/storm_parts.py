@@ -224,7 +224,7 @@ class LaterExecutor:
 class RandomLengths:
     """A length policy that knows no reason; verified output must not depend on it."""
 
-    needs_prices = wants_confidences = False
+    needs_prices = False
 
     def __init__(self, chooser: random.Random) -> None:
         self._random = chooser

@@ -35,7 +35,6 @@ class ToyAttention:
             dtypes=frozenset({torch.float32}),
             page_sizes=None,
             graph=GraphSupport.NEVER,
-            needs_host_lens=True,
             tree_masks=True,
             captures_trees=True,
             reads_q_starts=False,

@@ -109,6 +109,11 @@ BAD_SOURCES = {
         ("benchmark/a.py", "try:\n    f()\nexcept Exception as error:\n    pass"),
         ("benchmark/a.py", "try:\n    f()\nexcept BaseException:\n    ..."),
     ],
+    "docstring": [
+        (f"{SRT}/a.py", '"""What it does."""'),
+        (f"{SRT}/a.py", 'def f():\n    """Whether it is so."""'),
+        (f"{SRT}/a.py", 'class A:\n    """Of a step."""'),
+    ],
     "layer": [
         (f"{SRT}/managers/scheduler.py", "import sglang.srt.entrypoints.engine"),
         (f"{SRT}/workers/tp_worker.py", "from sglang.srt.managers.scheduler import Scheduler"),
@@ -141,6 +146,7 @@ GOOD_SOURCES = [
     (f"{SRT}/models/llama.py", "from sglang.srt.layers.sampler import Sampler"),
     (f"{SRT}/layers/attention/b.py", "from sglang.srt.mem_cache.memory_pool import X"),
     (f"{SRT}/entrypoints/engine.py", "from sglang.srt.server_args import ServerArgs"),
+    (f"{SRT}/a.py", 'def f():\n    """Tells whether it is so."""\n    return "What is it?"'),
     (f"{SRT}/a.py", "model.eval()\ngetattr(x, name)\n"),
     (f"{SRT}/a.py", "try:\n    f()\nexcept OSError:\n    pass"),
     (f"{SRT}/a.py", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),

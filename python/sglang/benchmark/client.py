@@ -16,7 +16,7 @@ from sglang.benchmark.metrics import RequestResult
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What all requests of a run have in common."""
+    """The options that all requests of a run have in common."""
 
     model: str
     stream: bool

@@ -90,7 +90,7 @@ SECTIONS = (
 
 
 def report_rows(summary: dict[str, Any]) -> list[str]:
-    """What is printed, one line each, in SGLang's format, which scripts search."""
+    """Returns the lines to print, in SGLang's format, which scripts search."""
     rows = [form.format(label, summary[key]) for label, key, form in HEAD_ROWS]
     if summary.get("accept_length") is not None:
         rows.append("{:<40} {:<10.2f}".format("Accept length:", summary["accept_length"]))

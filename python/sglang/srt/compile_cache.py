@@ -108,7 +108,7 @@ def open_cache(kept: Path, private: Path) -> CompileCache:
 
 def _is_safe(kept: Path) -> bool:
     """Tells whether none but this user and root may have written to a folder, if it is there. In a
-    root such as /tmp everyone may write, and nobody replaces another's folder."""
+    root such as /tmp everyone may write, and no user replaces another's folder."""
     try:
         if not kept.exists():
             return True
@@ -140,9 +140,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_complete(entry: Path) -> bool:
-    """Tells whether an entry of a cache can be read and nobody would write to it: a file is whole,
-    and a folder of Triton's has a file that names others, by the paths that they had when they were
-    written. What launches kernels lies alone in its folder."""
+    """Tells whether an entry of a cache can be read and no process would write to it: a file is
+    whole, and a folder of Triton's has a file that names others, by the paths that they had when
+    they were written. What launches kernels lies alone in its folder."""
     if os.path.isfile(entry):  # no error where it may not be looked at
         return True
     files = _entries(entry)

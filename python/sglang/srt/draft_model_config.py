@@ -1,4 +1,4 @@
-"""What the folder of a draft model says: a smaller model with the target's tokens; no torch."""
+"""Reads the folder of a draft model: a smaller model with the target's tokens; no torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def load_draft_config(
 
 
 def check_same_tokens(draft: Path, target: Path, flag: str) -> None:
-    """That each token has the same id in both tokenizers. Where a folder has none, nothing can be
-    said, and a warning says that.
+    """Checks that each token has the same id in both tokenizers. Where a folder has none, nothing
+    can be checked, and a warning says that.
 
     Raises:
         ModelPathError: if one differs, or a tokenizer cannot be read; the text names the flag and
@@ -74,8 +74,8 @@ def check_same_tokens(draft: Path, target: Path, flag: str) -> None:
 
 
 def first_difference(of_draft: dict[str, int], of_target: dict[str, int]) -> str | None:
-    """What the first token that is not the same in both is in each; None if all are. The target's
-    ids order them."""
+    """Describes the first token that is not the same in both; None if all are. The target's ids
+    order them."""
     if of_draft == of_target:
         return None
     different = {

@@ -36,7 +36,7 @@ def flag(
 
 
 def value_type(hint: Any) -> Callable[[str], Any]:
-    """What reads the value of a flag of this type: `int` of `int | None`."""
+    """Returns the function that reads the value of a flag of this type: `int` of `int | None`."""
     types = [member for member in get_args(hint) or (hint,) if member is not type(None)]
     if {int, str} <= {*types}:
         return number_or_word

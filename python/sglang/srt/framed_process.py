@@ -1,4 +1,4 @@
-"""Processes for work that no thread could be stopped at: each message is written behind its length.
+"""Processes for work that no thread could be stopped at: each message is written after its length.
 
 The parent has a `FramedProcess` and ends it when it takes too long; the child reads and writes with
 `read` and `write`, and limits itself. A child ends when its parent does: it reads end of file.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def write(stream: BinaryIO, message: bytes) -> None:
-    """Writes a message behind its length."""
+    """Writes a message after its length."""
     stream.write(len(message).to_bytes(NUM_LENGTH_BYTES, "little") + message)
     stream.flush()
 
@@ -148,7 +148,7 @@ class FramedProcess:
         return message
 
     def ended_itself(self) -> bool:
-        """Whether a process that has closed its pipes died of what it did: of a limit of the
+        """Tells whether a process that has closed its pipes died of what it did: of a limit of the
         system, or a crash; not that somebody killed it."""
         try:
             return self._process.wait(EXIT_SECONDS) in OWN_ENDS
@@ -193,7 +193,7 @@ class Endable(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take another call."""
+        """Tells whether it can take another call."""
 
     @property
     def is_stopped(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the folder of a draft head says: EAGLE and EAGLE-3, one layer over a target; no torch."""
+"""Reads the folder of a draft head: EAGLE and EAGLE-3, one layer over a target; no torch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_fits(head: ModelConfig, vocab_size: int, hidden_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Config:
-    """What EAGLE-3 heads say beside the shape of their layer.
+    """The settings of EAGLE-3 heads beside the shape of their layer.
 
     Attributes:
         draft_vocab_size: tokens of the head's own output; None if it uses the target's.

@@ -69,7 +69,7 @@ def bytes_left(group: Path, without_limit: int) -> int:
 
 
 def _first_numbers(text: str) -> dict[str, int]:
-    """Reads the number behind the first word of each line."""
+    """Reads the number after the first word of each line."""
     lines = (line.split() for line in text.splitlines())
     return {words[0]: int(words[1]) for words in lines}
 

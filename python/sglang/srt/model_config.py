@@ -1,4 +1,4 @@
-"""What a model directory says of its model: config.json and generation_config.json, no torch."""
+"""Reads a model directory: config.json and generation_config.json, no torch."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class ModelConfig:
         return os.path.abspath(self.path)
 
     def with_layers(self, num_layers: int) -> ModelConfig:
-        """Gives the shape of a model of so many layers, whose last one is of the last one's kind; a
-        sliding window begins no later than there, if it is in some layers alone."""
+        """Gives the shape of a model of that many layers, whose last one is of the last one's kind;
+        a sliding window begins no later than there, if it is in some layers alone."""
         hf, types = dict(self.hf), self.hf.get("layer_types")
         if isinstance(types, list) and types:
             hf["layer_types"] = [*types[: num_layers - 1], types[-1]]

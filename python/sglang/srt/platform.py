@@ -14,7 +14,7 @@ from sglang.srt.host import available_bytes, num_cores
 
 @dataclass(frozen=True)
 class Platform:
-    """What this machine offers.
+    """The resources that this machine offers.
 
     Attributes:
         device: `cuda` or `cpu`, the better of those that work.
@@ -45,7 +45,7 @@ class Platform:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA GPU."""
+    """Returns the number of multiprocessors of a CUDA GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -57,7 +57,8 @@ LEAST_SHARED_KIB = 99  # of all others from Ampere on
 
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """What a block may take on a CUDA GPU; for a CPU, the least of all supported GPUs."""
+    """Returns the shared memory that a block may take on a CUDA GPU; for a CPU, the least of all
+    supported GPUs."""
     if device.type != "cuda":
         return LEAST_SHARED_KIB << 10
     capability = torch.cuda.get_device_capability(device)
@@ -66,19 +67,20 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 @cache
 def supports_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it ends (CUDA, Hopper and later)."""
+    """Tells whether a kernel can be launched while the one before it ends (CUDA, Hopper and
+    later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def has_warp_group_mma(device: torch.device) -> bool:
-    """Whether warp groups multiply matrices from shared memory (CUDA, Hopper alone)."""
+    """Tells whether warp groups multiply matrices from shared memory (CUDA, Hopper alone)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Where an accelerator has no memory left, says for what and how to help.
+    """Turns an accelerator's lack of memory into an error that says for what, and how to help.
 
     Raises:
         MemoryError: instead of torch's error.
@@ -100,6 +102,6 @@ def static_bytes_left(device: str, share: float) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes of an accelerator's memory that nobody has taken."""
+    """Bytes of an accelerator's memory that is free."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)

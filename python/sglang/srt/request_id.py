@@ -1,6 +1,6 @@
 """The id of an HTTP request: the client's `x-request-id`, or one that the server makes.
 
-It goes with the context of the task that answers, so nobody has to hand it on.
+It goes with the context of the task that answers, so it need not be handed on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What config.json says of rotary positions, in the spellings of transformers 4 and 5; no torch."""
+"""Reads rotary positions from config.json, in the spellings of transformers 4 and 5; no torch."""
 
 from __future__ import annotations
 

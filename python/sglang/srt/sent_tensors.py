@@ -65,7 +65,7 @@ class DeviceMemory(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         device: the GPU's index, or its UUID.
         handle: of the whole allocation.
         counter_file: in shared memory; there torch counts who uses the memory, so that its owner
-            knows when nobody does.
+            knows when no one does.
         counter: which of the file's counters is this memory's.
         event: what to wait for before the memory is read; null: nothing.
     """
@@ -109,7 +109,7 @@ class SentTensor(msgspec.Struct, frozen=True, kw_only=True):
         return (1 + sum((size - 1) * step for size, step in steps)) * DTYPE_BYTES[self.dtype]
 
     def lies_within(self, num_bytes: int) -> bool:
-        """Tells whether a memory of so many bytes has all of its values."""
+        """Tells whether a memory of that many bytes has all of its values."""
         is_of_a_size = math.prod(self.shape) * DTYPE_BYTES[self.dtype] <= MAX_SIZE
         return is_of_a_size and self.first_byte + self.num_bytes <= num_bytes
 
@@ -202,7 +202,7 @@ def device_memory(
         raise TensorsRefused(NOT_CUDA_MALLOC)
     fields = {
         "device": device,
-        "handle": handle[2:],  # behind a version of torch's own
+        "handle": handle[2:],  # after a version of torch's own
         "first_byte": first_byte,
         "num_bytes": num_bytes,
         "counter_file": counter_file.decode("latin-1") if isinstance(counter_file, bytes) else "",

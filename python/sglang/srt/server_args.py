@@ -32,7 +32,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 @dataclass(kw_only=True)
 class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
-    """What the user asked for. `None` means: let `runtime_config` decide.
+    """The user's wishes. `None` means: let `runtime_config` decide.
 
     Launchers may change it until a server starts with it.
 
@@ -232,7 +232,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     # Limits of one HTTP request
     unknown_fields: str | None = flag(
         None,
-        "Fields of a body that nobody knows are refused by name, or left out and logged once."
+        "Unknown fields of a body are refused by name, or left out and logged once."
         " Default: `refuse` for /generate, `ignore` for /v1/*.",
         choices=("refuse", "ignore"),
         section="Limits of one request",

@@ -188,7 +188,7 @@ def own_arguments(given: Mapping[str, Any], flags_class: type, spell: Spelling) 
 
 
 def _check_choice(entry: Field[Any] | None, value: Any, said: str) -> None:
-    """Refuses a value outside the choices of its flag. A name that nobody knows has none."""
+    """Refuses a value outside the choices of its flag. An unknown name has none."""
     choices = None if entry is None else entry.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"{said} must be one of {', '.join(choices)}.")

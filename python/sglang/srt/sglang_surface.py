@@ -1,4 +1,5 @@
-"""What SGLang's clients may send and say: every field, flag and argument, and its neutral values.
+"""Lists what SGLang's clients may send and say: every field, flag and argument, and its neutral
+values.
 
 A value is neutral if it asks for nothing that this runtime would have to do: null, false, empty,
 SGLang's default, or one of the values below. A field that this runtime does without is accepted at
@@ -70,7 +71,8 @@ def neutral_fields(body: str) -> dict[str, tuple[Any, ...]]:
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...], depth: int = MAX_DEPTH) -> bool:
-    """Whether a value asks for nothing: null, false, empty, one of `neutral`, or made of such."""
+    """Tells whether a value asks for nothing: null, false, empty, one of `neutral`, or made of
+    such."""
     if value is None or value is False or any(_same(value, item) for item in neutral):
         return True
     if depth == 0 or not isinstance(value, str | list | dict):

@@ -1,5 +1,5 @@
-"""How large a stop expression becomes when it is compiled, found without compiling it, and the
-compiling itself.
+"""Finds how large a stop expression becomes when it is compiled, without compiling it, and compiles
+it.
 
 The regex module copies what is repeated as often as it must match at least: `.{1000}` becomes 1,000
 nodes, and the counts of nested repeats multiply. Compiling is C code that no other thread can
@@ -9,7 +9,7 @@ looked at between two expressions, is the second line of defence.
 
 The size is an upper bound, in parts of the program of at most about 300 bytes. What would make it
 uncertain where a group or a set ends, or what a count repeats, is refused: the flags x, f and V1,
-comments, and fuzzy matching. Named lists need a list that nobody can give.
+comments, and fuzzy matching. Named lists need a list that cannot be given.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ WINDOW_CHARS = 1024
 # CPU time for a request's searches: the budget at first and at most, and what each search adds.
 BUDGET_S = 0.05
 REFILL_S = 0.001
-# CPU time for the searches of a token that nobody else can use up: some ten usual expressions.
+# CPU time for the searches of a token that no other request can use up: some ten usual expressions.
 OWN_S = 0.0002
 # CPU time that all requests share for what these take beyond it: the budget at most, and how much
 # of each second that passes is added to it.
@@ -70,7 +70,7 @@ class StopSet:
 
     Attributes:
         num_exempt: characters at the beginning of the text, those before min_new_tokens. A stop
-            string must end behind them, and what an expression matches must begin there.
+            string must end after them, and what an expression matches must begin there.
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str] = ()) -> None:
@@ -107,7 +107,8 @@ class StopSet:
         return None if first is None else StopFound(first[0], first[2])
 
     def num_safe_chars(self, text: str) -> int:
-        """How much of `text`, which holds no whole stop, cannot become part of one."""
+        """Counts the characters of `text`, which holds no whole stop, that cannot become part of
+        one."""
         end = len(text) - self._partial_string_len(text)
         for pattern in self._patterns:
             match = self._search(pattern, text, partial=True)

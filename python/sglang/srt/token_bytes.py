@@ -47,7 +47,7 @@ class TokenBytes:
         token_of: a token as the vocabulary writes it; None for an id that it does not know.
 
     Attributes:
-        of: bytes of a token behind others, cached.
+        of: bytes of a token after others, cached.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from sglang.srt.stops import StopSet
 from sglang.srt.token_bytes import REPLACE_EACH_BYTE, TokenBytes
 
 OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-# Last ids of a prompt that the text behind it depends on. The bytes of one character are at most 4
+# Last ids of a prompt that the text after it depends on. The bytes of one character are at most 4
 # tokens; among them may be ids that are not shown.
 NUM_CONTEXT_IDS = 32
 MAX_TOKENIZER_BYTES = 1 << 30  # of tokenizer.json; those of 256k tokens have 40 MB
@@ -212,7 +212,7 @@ def no_tokenizer() -> Tokenizer:
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Whether a model directory has files of a tokenizer."""
+    """Tells whether a model directory has files of a tokenizer."""
     return any((Path(path) / name).is_file() for name in ("tokenizer.json", *OTHER_TOKENIZER_FILES))
 
 

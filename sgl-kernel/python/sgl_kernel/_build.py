@@ -106,7 +106,7 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 
 def is_covered(architecture: str, built: tuple[str, ...]) -> bool:
-    """Whether code for one of `built` runs on a GPU of `architecture`.
+    """Tells whether code for one of `built` runs on a GPU of `architecture`.
 
     Code runs on later minor versions of its major version; an `a` ties it to one version.
     """

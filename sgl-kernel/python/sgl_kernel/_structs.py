@@ -13,7 +13,7 @@ _FLOAT = ctypes.c_float
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Of a tensor's first element; None is a null pointer."""
+    """Returns the address of a tensor's first element; None is a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 

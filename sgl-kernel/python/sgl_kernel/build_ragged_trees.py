@@ -31,7 +31,7 @@ def build_ragged_trees(
     the first; they become the nodes from 1 on in the order of their numbers. A score that is not
     above 0, NaN too, counts as 0. Scores are to fall, or stay, from a parent to its children (as
     probabilities of paths do): then a candidate is kept only if its parent is. A node whose parent
-    is not a node before it, and every node behind such a one, is not linked to anything: it is at
+    is not a node before it, and every node after such a one, is not linked to anything: it is at
     depth 1, has no parent and sees itself and the root.
 
     Rows that do not fit into num_rows are left out, the last requests' first. Numbers that reach

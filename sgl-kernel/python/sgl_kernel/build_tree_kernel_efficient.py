@@ -34,7 +34,7 @@ def build_tree_kernel_efficient(
     parent of candidate c is parent_list[c // topk], or the root where c < topk.
 
     All results are written whole, but for the prefix columns of FULL_MASK. A node whose parent is
-    not among the nodes before it, and every node behind such a one, is not linked to anything: it
+    not among the nodes before it, and every node after such a one, is not linked to anything: it
     is at depth 1 and sees itself and the root. A request whose FULL_MASK would reach outside of
     `tree_mask` gets none. Nothing waits for the device.
 

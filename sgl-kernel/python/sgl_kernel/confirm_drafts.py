@@ -21,12 +21,12 @@ def confirm_drafts(
     max_rows: int,
     target_starts: torch.Tensor | None = None,
 ) -> ConfirmedDrafts:
-    """Which drafts the model's own tokens confirm: from row 0 on, always the row that follows the
-    current one and holds its target, the lowest if several do, until there is none.
+    """Finds which drafts the model's own tokens confirm: from row 0 on, always the row that follows
+    the current one and holds its target, the lowest if several do, until there is none.
 
     The rows of a step are packed: request i has rows starts[i] to starts[i + 1], and the first
     num_rows[i] of them are pending, row 0 with a certain token, the others with a draft each. What
-    lies behind them (masks, padding) is ignored, and so is a request without pending rows. Numbers
+    lies after them (masks, padding) is ignored, and so is a request without pending rows. Numbers
     that reach outside of the request, of `tokens`, of `targets` or of `max_rows` are cut off there.
     Nothing waits for the device.
 

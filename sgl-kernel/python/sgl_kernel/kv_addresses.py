@@ -1,4 +1,4 @@
-"""Where the KV of all layers lies, as a table on the device."""
+"""A table on the device of where the KV of all layers lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `build_ragged_trees` says of each packed row."""
+"""The answer of `build_ragged_trees` for each packed row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 class RaggedTrees(NamedTuple):
     """The trees of R requests, packed: request i has rows starts[i] to starts[i + 1] of T.
 
-    Nodes are numbered within their request, 0 is the root, and a node comes behind its parent.
+    Nodes are numbered within their request, 0 is the root, and a node comes after its parent.
 
     Attributes:
         tokens: [T] int64; what a row feeds.

@@ -181,7 +181,7 @@ def move_kept_kv(
 
 
 def kept_tokens(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Which tokens pass all filters; probs [S, V] are in descending order.
+    """Returns which tokens pass all filters; probs [S, V] are in descending order.
 
     Returns:
         [S, V] bool; column 0 is always True.

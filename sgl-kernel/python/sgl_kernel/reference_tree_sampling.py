@@ -70,7 +70,7 @@ def _sample(
     thresholds: tuple[float, float],
     most_kept: int,
 ) -> tuple[TreeWalk, torch.Tensor]:
-    """The walk, and the token drawn behind its last node."""
+    """The walk, and the token drawn after its last node."""
     walk, size, device = TreeWalk(trees, most_kept), probs.shape[1], probs.device
     single, acc = (torch.tensor(value, dtype=torch.float32) for value in thresholds)
     mass = torch.zeros(len(walk.requests), dtype=torch.float32, device=device)

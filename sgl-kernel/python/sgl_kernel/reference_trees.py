@@ -16,7 +16,7 @@ _MOST_VERIFIED_NODES = 1024
 
 
 class _Nodes(NamedTuple):
-    """Of R trees of N nodes.
+    """The nodes of R trees of N nodes.
 
     Attributes:
         seen: [R, N, N] bool; what each node sees.
@@ -108,7 +108,7 @@ def build_ragged_trees(
     ranks = torch.empty_like(order).scatter_(1, order, numbers.expand_as(order))
     is_kept = is_own & (ranks < sizes[:, None] - 1)
 
-    # The kept candidates in ascending order; what is behind them is cut off below.
+    # The kept candidates in ascending order; what is after them is cut off below.
     chosen = torch.where(is_kept, numbers, len(numbers)).sort(dim=1).values
     chosen = torch.nn.functional.pad(chosen, (0, _MOST_RAGGED_NODES), value=len(numbers))
     chosen = chosen[:, : _MOST_RAGGED_NODES - 1]
@@ -187,7 +187,8 @@ def _lowest(is_one: torch.Tensor) -> torch.Tensor:
 
 
 class Trees(NamedTuple):
-    """Of R trees padded to N nodes: [R, N] int64, and [R] int64 nodes of each; row -1 is none."""
+    """The links of R trees padded to N nodes: [R, N] int64, and [R] int64 nodes of each; row -1 is
+    none."""
 
     tokens: torch.Tensor
     rows: torch.Tensor
@@ -263,7 +264,7 @@ class TreeWalk:
 
 
 def _walk_greedily(trees: Trees, targets: torch.Tensor, most_kept: int) -> TreeWalk:
-    """targets: [R, N] int64; behind each node."""
+    """targets: [R, N] int64; after each node."""
     walk = TreeWalk(trees, most_kept)
     while bool(walk.is_walking().any()):
         is_match = walk.of_node(trees.tokens) == targets[walk.requests, walk.last]

@@ -39,12 +39,12 @@ def tree_speculative_sampling_target_only(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """Accepts drafts along each tree by one coin per node, and draws the token behind the last.
+    """Accepts drafts along each tree by one coin per node, and draws the token after the last.
 
     At a node the probabilities of its children are added one after the other. The first child is
     taken whose own probability is above 0 and for which coin < sum / threshold_acc or probability
     >= threshold_single; then its own coin decides among its children. Where no child is taken, the
-    token behind the node is drawn from the distribution without the children's tokens (should they
+    token after the node is drawn from the distribution without the children's tokens (should they
     hold all of it: with them), and from all of it after D - 1 accepted drafts. With both thresholds
     at 1 the tokens follow `target_probs` exactly, whatever was drafted. A token that an earlier
     sibling held too is not taken.
@@ -57,7 +57,7 @@ def tree_speculative_sampling_target_only(
         candidates, retrive_index, retrive_next_token, retrive_next_sibling: [R, W] int64.
         uniform_samples: [R, W] float32 in [0, 1); a node's coin.
         uniform_samples_for_final_sampling: [R] float32 in [0, 1).
-        target_probs: [R, W, V] float32; of the token behind each node, after temperature and
+        target_probs: [R, W, V] float32; of the token after each node, after temperature and
             filters. What is not above 0, NaN too, is never drawn. V is at most 2^20.
         draft_probs: [R, W, V] float32, or None; the probability of each refused child is written at
             its token in its parent's row. Nothing reads it.
@@ -103,10 +103,10 @@ def sample_ragged_trees(
         tokens, first_child, next_sibling, starts, max_kept: as of `verify_ragged_trees`.
         coins: [T] float32 in [0, 1); a row's coin.
         final_coins: [R] float32 in [0, 1).
-        probs: [T, V] float32; of the token behind each row. V is at most 2^20.
+        probs: [T, V] float32; of the token after each row. V is at most 2^20.
 
     Returns:
-        Kept nodes in `path` [R, max_kept], and the token drawn behind the last of them.
+        Kept nodes in `path` [R, max_kept], and the token drawn after the last of them.
 
     Raises:
         ValueError: an argument that the op does not take.

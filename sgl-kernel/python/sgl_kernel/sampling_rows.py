@@ -1,4 +1,4 @@
-"""What `sample_tokens` is told of each row of logits."""
+"""The settings of each row of logits for `sample_tokens`."""
 
 from __future__ import annotations
 

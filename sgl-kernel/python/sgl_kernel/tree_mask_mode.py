@@ -1,4 +1,4 @@
-"""How `build_tree_kernel_efficient` writes the mask of a tree."""
+"""The ways in which `build_tree_kernel_efficient` writes the mask of a tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import enum
 
 
 class TreeMaskMode(enum.IntEnum):
-    """Of R trees of W nodes; row i of a tree sees itself, the nodes on its path, and the root.
+    """The mask of R trees of W nodes; row i of a tree sees itself, the nodes on its path, and the
+    root.
 
     Attributes:
         FULL_MASK: bool; one block [W, L + W] per request, one after the other. The first L columns,

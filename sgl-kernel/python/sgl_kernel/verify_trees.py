@@ -25,20 +25,20 @@ def verify_tree_greedy(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Walks from each root to the first child that holds the model's token behind the current node,
+    """Walks from each root to the first child that holds the model's token after the current node,
     until no child does or D - 1 drafts are accepted. R trees of W nodes, node 0 the root.
 
     Links that do not lead to a later node of the tree end a walk, a row outside of the R * W is
     never accepted, and without the root's nothing is. Nothing waits for the device.
 
     Args:
-        predicts: result, [R * W] int32; the token behind each accepted row. Others stay.
-        accept_index: result, [R, D] int32; row of the k-th accepted node, root first; -1 behind.
+        predicts: result, [R * W] int32; the token after each accepted row. Others stay.
+        accept_index: result, [R, D] int32; row of the k-th accepted node, root first; -1 after.
         accept_token_num: result, [R] int32; drafts accepted, so without the root.
         candidates: [R, W] int64; token of each node.
         retrive_index: [R, W] int64; row of each node.
         retrive_next_token, retrive_next_sibling: [R, W] int64; first child and next sibling, or -1.
-        target_predict: [R, W] int64; the model's own token behind each row.
+        target_predict: [R, W] int64; the model's own token after each row.
 
     Raises:
         ValueError: an argument that the op does not take.
@@ -74,13 +74,13 @@ def verify_ragged_trees(
 
     Args:
         tokens: [T] int64; what each row feeds.
-        targets: [T] int64; the model's own token behind each row.
+        targets: [T] int64; the model's own token after each row.
         first_child, next_sibling: [T] int32; nodes of the request, or -1.
         starts: [R + 1] int64, not descending.
         max_kept: M, nodes kept of a request at most, the root is one of them; 1 to 1024.
 
     Returns:
-        Kept nodes in `path` [R, M], and the target behind the last of them.
+        Kept nodes in `path` [R, M], and the target after the last of them.
 
     Raises:
         ValueError: an argument that the op does not take.
@@ -138,7 +138,7 @@ def uniform_structs(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     trees: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[LinkedTrees, UniformVerdict]:
-    """What C reads of trees of equal size, and where it writes."""
+    """Returns the structs that C reads of trees of equal size, and where it writes."""
     tokens, rows, first_child, next_sibling = (tensor.data_ptr() for tensor in trees)
     sizes = (trees[0].numel(), trees[0].shape[1])
     linked = LinkedTrees(tokens, first_child, next_sibling, rows, None, *sizes)
@@ -150,7 +150,7 @@ def ragged_structs(
     result: ConfirmedDrafts,
     trees: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[LinkedTrees, PackedVerdict]:
-    """What C reads of packed trees, and where it writes."""
+    """Returns the structs that C reads of packed trees, and where it writes."""
     tokens, first_child, next_sibling, starts = (tensor.data_ptr() for tensor in trees)
     linked = LinkedTrees(
         tokens, first_child, next_sibling, None, starts, trees[0].numel(), MAX_NODES

@@ -91,11 +91,3 @@ def test_a_step_that_breaks_the_contract_is_refused(bounds: list[int], starts: l
     batch = replace(placed.batch, q_lens=bounds, q_starts=torch.tensor(starts))
     with pytest.raises(AssertionError):
         placed.backend("torch_native").plan(batch)
-
-
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS.names)
-def test_a_backend_that_leaves_the_numbers_of_rows_on_the_device_waits_for_no_length(
-    name: str,
-) -> None:
-    capabilities = ATTENTION_BACKENDS.load(name).capabilities()
-    assert not (capabilities.reads_q_starts and capabilities.needs_host_lens)

@@ -419,7 +419,7 @@ def test_unverified_requests_predict_less_only_if_the_server_is_told_to(
 class Cycling:
     """A policy whose limit changes with every step."""
 
-    needs_prices = wants_confidences = False
+    needs_prices = False
     LIMITS = (8, 1, 3, 1, 1, 8, 8, 1, 2)
 
     def __init__(self) -> None:

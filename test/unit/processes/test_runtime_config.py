@@ -298,26 +298,26 @@ def test_memory_for_kv(
 
 
 def chunks(model: ModelConfig, platform: Platform = PLATFORM, **flags: Any) -> tuple[Any, ...]:
-    """Largest chunk, whether it follows the load, and the bound on steps in ms."""
+    """Gives the largest chunk and the bound on steps in ms."""
     config = resolved(model, platform, **flags)
     planner = config.scheduler.planner
     assert config.execution.max_prompt_rows == planner.chunked_prefill_size
-    return planner.chunked_prefill_size, planner.chunks_follow_load, planner.max_step_ms
+    return planner.chunked_prefill_size, planner.max_step_ms
 
 
 def test_chunks_follow_the_load_unless_a_number_is_named(model: ModelConfig) -> None:
     gpu = on_a_gpu()
-    assert chunks(model) == chunks(model, chunked_prefill_size="auto") == (2048, True, 0.0)
-    assert chunks(model, chunked_prefill_size=None) == (2048, True, 0.0)
-    assert chunks(model, gpu) == (8192, True, DEFAULT_MAX_STEP_MS["cuda"])
-    assert chunks(model, gpu, max_step_ms=0.0) == (8192, True, 0.0)
-    assert chunks(model, gpu, max_step_ms=7.5) == (8192, True, 7.5)
-    assert chunks(model, max_step_ms=7.5) == (2048, True, 7.5)
+    assert chunks(model) == chunks(model, chunked_prefill_size="auto") == (2048, 0.0)
+    assert chunks(model, chunked_prefill_size=None) == (2048, 0.0)
+    assert chunks(model, gpu) == (8192, DEFAULT_MAX_STEP_MS["cuda"])
+    assert chunks(model, gpu, max_step_ms=0.0) == (8192, 0.0)
+    assert chunks(model, gpu, max_step_ms=7.5) == (8192, 7.5)
+    assert chunks(model, max_step_ms=7.5) == (2048, 7.5)
     for platform in (PLATFORM, gpu):
-        assert chunks(model, platform, chunked_prefill_size=512) == (512, False, 0.0)
-        assert chunks(model, platform, chunked_prefill_size=512, max_step_ms=0) == (512, False, 0.0)
+        assert chunks(model, platform, chunked_prefill_size=512) == (512, 0.0)
+        assert chunks(model, platform, chunked_prefill_size=512, max_step_ms=0) == (512, 0.0)
         whole = chunks(model, platform, chunked_prefill_size=-1, context_length=100)
-        assert whole == (100, False, 0.0)
+        assert whole == (100, 0.0)
 
 
 @pytest.mark.parametrize("value", [-1.0])

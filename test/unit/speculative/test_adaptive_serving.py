@@ -23,7 +23,6 @@ from eagle_serving import Served, right_tokens, setup_for
 from jumping_tier import CHANGING, jumping_tiers, resting
 from sglang.srt.control import internal_state
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
-from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 
 torch.set_num_threads(1)
 NUM_ROUNDS = int(os.environ.get("ADAPTIVE_STORM_ROUNDS", "1000"))  # 10,000 by hand
@@ -67,9 +66,6 @@ def test_tokens_are_those_without_a_drafter_whatever_steps_slots_choose(
             assert harness.generate([prompt], **params_of(index)) == [right[index]]
     harness.check()
     assert all(harness.tiers[tier] > 2 for tier in range(4)), harness.tiers
-    policy = harness.drafter.planner.policy
-    assert isinstance(policy, AdaptiveController)
-    assert policy.params.num_switches > 25
     harness.assert_many_of_each()
 
 

@@ -10,9 +10,10 @@ import torch
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_steps import DraftSteps, drafts_of_requests, plan_draft_steps
-from sglang.srt.speculative.drafter import ExtendedStep, RowPlan, verifying_plan
+from sglang.srt.speculative.drafter import ExtendedStep, RowPlan
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
+from verifying_plan import verifying_plan
 
 NUM_DRAFTS = 3
 MAX_KEPT = 1 + NUM_DRAFTS

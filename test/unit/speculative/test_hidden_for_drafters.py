@@ -25,13 +25,13 @@ from sglang.srt.speculative.drafter import (
     DrafterParts,
     ExtendedStep,
     RowPlan,
-    verifying_plan,
 )
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup, make_execution, make_random_llama
+from verifying_plan import verifying_plan
 
 NUM_DRAFTS, NUM_LAYERS, VOCAB = 2, 4, 8
 TOLERANCE = 1e-4

@@ -409,7 +409,6 @@ class Alternating:
     """A policy of a test: k and no look-ahead in turn."""
 
     needs_prices = False
-    wants_confidences = False
     made: ClassVar[list[Alternating]] = []
 
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
@@ -444,41 +443,3 @@ def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_tok
     (policy,) = Alternating.made
     assert policy.num_observed == len(policy.chosen) > 2
     assert set(policy.chosen) == {1, 8}
-
-
-class Curious(FullLength):
-    """A policy of a test that looks at confidences."""
-
-    wants_confidences = True
-    made: ClassVar[list[Curious]] = []
-
-    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
-        self.seen: list[list[float]] = []
-        self.made.append(self)
-
-    def choose(self, upcoming: UpcomingStep) -> Budget:
-        assert set(upcoming.confidences) <= set(range(4))
-        self.seen += [list(values) for values in upcoming.confidences.values()]
-        return super().choose(upcoming)
-
-
-@pytest.mark.parametrize("packs_rows", [False, True])
-def test_a_policy_may_see_how_probable_drafts_are(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch, packs_rows: bool
-) -> None:
-    """Each draft was predicted with tau at least."""
-    monkeypatch.setitem(LENGTH_POLICIES._entries, "curious", f"{__name__}:Curious")
-    setup, tau = Setup(max_running_requests=4), 0.3
-    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, length_policy="curious", packs_rows=packs_rows)
-    worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp))
-    harness = SchedulerHarness(setup, worker)
-    params = {"max_new_tokens": 40, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
-    harness.generate([[1, 2, 3], [4]], mtp_verify=True, mtp_strategy=["conf_adapt", tau], **params)
-    policy = Curious.made.pop()
-    assert {len(values) for values in policy.seen} <= {1, 2, 3}
-    values = [value for each in policy.seen for value in each]
-    assert len(values) > 10
-    assert min(values) >= tau
-    assert max(values) <= 1.0
-    assert len(set(values)) > 5

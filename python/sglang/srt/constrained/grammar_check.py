@@ -1,5 +1,5 @@
-"""Whether a grammar can be used: the front end asks processes of their own, before the request
-goes on. No torch here."""
+"""Checks whether a grammar can be used: the front end asks processes of their own, before the
+request goes on. No torch here."""
 
 from __future__ import annotations
 

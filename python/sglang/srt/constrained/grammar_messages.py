@@ -1,4 +1,4 @@
-"""What crosses between a server's processes and those that work on grammars.
+"""The messages between a server's processes and those that work on grammars.
 
 The first message to such a process is a `GrammarSetup`; then come any of `Request`. `CheckGrammar`
 is answered by a `Verdict`, `OpenGrammar` by an `Opened` when it is compiled, and `WantedMasks` by
@@ -17,7 +17,7 @@ MAX_SLOW_MASKS = max(1, min(4, (os.cpu_count() or 1) // 2))  # that are worked o
 
 
 class GrammarSetup(msgspec.Struct, kw_only=True, frozen=True):
-    """What all grammars of a server share.
+    """The settings that all grammars of a server share.
 
     Attributes:
         tokenizer_path: folder of the tokenizer.
@@ -101,7 +101,7 @@ class Opened(msgspec.Struct, tag=True):
 
 
 class Masks(msgspec.Struct, tag=True):
-    """What a request may be given.
+    """The tokens that a request may be given.
 
     Attributes:
         bitmask: for its certain token and each draft ceil(V / 32) int32, as in `AllowedTokens`.

@@ -152,7 +152,7 @@ class GrammarWork:
 
 
 def _end_on_error(work: Future[None]) -> None:
-    """Ends the process if what a thread did failed: nobody would hear of it."""
+    """Ends the process if what a thread did failed: it would not be heard of."""
     error = work.exception()
     if error is not None:
         traceback.print_exception(error)
@@ -172,4 +172,4 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
 
 if __name__ == "__main__":
     main(sys.stdin.buffer, sys.stdout.buffer)
-    os._exit(0)  # whatever is still compiled is wanted by nobody
+    os._exit(0)  # whatever is still compiled is no longer wanted

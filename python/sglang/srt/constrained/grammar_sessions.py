@@ -107,7 +107,7 @@ class GrammarSession:
 
 @dataclass(frozen=True, slots=True)
 class MaskQuestion:
-    """What may a request be given next?
+    """A question: which tokens may a request be given next?
 
     Attributes:
         news: tokens of its output since the last question.
@@ -190,7 +190,7 @@ class GrammarSessions:
         self._look_at_limits()
 
     def ask(self, questions: Sequence[MaskQuestion]) -> None:
-        """Asks for the masks of a step. A request whose last answer nobody has taken yet is not
+        """Asks for the masks of a step. A request whose last answer was not taken yet is not
         asked again, whatever its drafts are now."""
         now = self._clock()
         patience_s = PATIENCE_SHARE * (now - self._asked_at_s)

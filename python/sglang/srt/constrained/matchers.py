@@ -88,8 +88,8 @@ class Matcher:
                 raise GrammarError(f"the output has token {token}, which the grammar forbids")
 
     def masks(self, drafts: Sequence[int] = (), parents: Sequence[int] = ()) -> bytes:
-        """What may come behind the output, and behind each draft: 1 + len(drafts) rows of
-        ceil(V / 32) int32. Behind a draft that is not allowed itself, anything.
+        """Returns masks of the tokens that may follow the output, and each draft: 1 + len(drafts)
+        rows of ceil(V / 32) int32. After a draft that is not allowed itself, anything may be set.
 
         Args:
             parents: of each draft the one that it follows, 0 for the output, j + 1 for draft j.
@@ -309,7 +309,7 @@ LANGUAGES = Languages(_schema_to_lark, _regex_to_lark, _ebnf_to_lark)
 
 
 def is_set(mask: bytes, token: int) -> bool:
-    """Whether a mask allows a token."""
+    """Tells whether a mask allows a token."""
     return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
@@ -329,7 +329,7 @@ def _first(mask: bytes, but: bytes) -> int:
 
 
 def _error(message: str) -> GrammarError:
-    """What an error of a matcher says."""
+    """Returns the message of a matcher's error."""
     if message.startswith(PANIC):
         message = message.removeprefix(PANIC).split(BACKTRACE)[0]
         return LibraryPanic(one_line(f"the library failed: {message}"))

@@ -49,7 +49,7 @@ class SpecialTokens:
         return [self.ids.get(part, part) for part in parts if part]
 
     def may_be_spelled(self, lark: str) -> bool:
-        """Whether a grammar has the text of one, escaped or not."""
+        """Tells whether a grammar has the text of one, escaped or not."""
         plain = lark.replace("\\", "")
         escaped = (json.dumps(name)[1:-1].replace("\\", "") for name in self.ids)
         return any(name in plain for name in (*self.ids, *escaped))
@@ -117,7 +117,7 @@ def json_rule(schema: dict[str, Any] | bool, white_space: str) -> str:
 
 
 class _Place(NamedTuple):
-    """Where a format stands.
+    """The place where a format stands.
 
     Attributes:
         is_last: nothing follows it.
@@ -254,7 +254,7 @@ class _Writer:
         return f"<[{','.join(map(str, free))}]>" if free else None
 
     def _format(self, form: Entry, place: _Place) -> str:
-        """What matches a format."""
+        """Returns the grammar that matches a format."""
         kind = form.take("type", str)
         if place.depth > MAX_DEPTH:
             raise form.error("type", f"is nested more than {MAX_DEPTH} deep")
@@ -345,7 +345,7 @@ class _Writer:
 
 
 def _repeated(tag: str, free: str | None, plain: str, number: Number) -> str:
-    """Tags in free text; `free` is such text with a special token behind it."""
+    """Tags in free text; `free` is such text with a special token after it."""
     before, around = (f"({free})*", f"({tag} | {free})*") if free else ("", f"({tag})*")
     if number.stop_after_first:
         first = f"{before} {tag}"

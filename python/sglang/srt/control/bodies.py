@@ -48,7 +48,7 @@ GroupBackend = Literal["gloo", "nccl"]
 
 
 class WeightUpdateOptions(msgspec.Struct, kw_only=True):
-    """What all bodies of weight updates share.
+    """The fields that all bodies of weight updates share.
 
     Attributes:
         weight_version: new label of the weights; null keeps the old one.
@@ -130,7 +130,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
             )
 
     def source(self, max_bytes: int) -> WeightSource:
-        """Where the weights are; decoded they may have `max_bytes`."""
+        """Returns where the weights are; decoded they may have `max_bytes`."""
         if self.shared_memory is not None:
             return FromFile(str(SHARED_MEMORY / self.shared_memory))
         try:

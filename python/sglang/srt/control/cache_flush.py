@@ -1,4 +1,4 @@
-"""Flushing the prefix cache: at once, or within a time limit, as soon as nobody holds KV."""
+"""Flushing the prefix cache: at once, or within a time limit, as soon as no request holds KV."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CacheFlusher:
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has something to do, by the clock; infinity for never."""
+        """Returns the time by the clock at which `tick` has something to do; infinity for never."""
         return min((call.deadline for call in self._waiting), default=math.inf)
 
     def tick(self) -> None:
@@ -70,7 +70,7 @@ class CacheFlusher:
         self._between_steps.add(try_now)
 
     def _serve(self, call_id: int, is_last_try: bool) -> bool:
-        """Whether the call has been answered."""
+        """Tries to flush; tells whether the call has been answered."""
         problem = self._problem()
         if problem:
             if is_last_try:

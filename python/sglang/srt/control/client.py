@@ -130,7 +130,7 @@ class ControlClient:
             raise ProcessStopped(stop)
 
     def handle(self, message: ControlOutput | HealthPing) -> None:
-        """Takes in a reply, or the engine's status; a reply that nobody waits for is dropped."""
+        """Takes in a reply, or the engine's status; a reply without a waiting call is dropped."""
         if isinstance(message, EngineStatus):
             self.status = message
             if message.is_frozen:
@@ -161,7 +161,7 @@ class ControlClient:
 
         Args:
             roles: the processes that it goes through.
-            is_question: it changes nothing, so nobody waits for one that is stopped meanwhile.
+            is_question: it changes nothing, so no call waits for one that is stopped meanwhile.
         """
         self.refuse_if_unable(*roles)
         future = asyncio.get_running_loop().create_future()

@@ -33,7 +33,7 @@ GRAMMAR_POLL_S = 0.002  # how often a waiting scheduler looks whether grammars a
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResources:
-    """What control calls change below the scheduler.
+    """The parts below the scheduler that control calls change.
 
     Attributes:
         memory: what can be given back, by tag.
@@ -100,7 +100,7 @@ class Control:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn of the loop would do something without a message or a deadline."""
+        """Tells whether a turn of the loop would do something without a message or a deadline."""
         if self._between_steps:
             return True
         if not self.state.may_launch:
@@ -111,7 +111,8 @@ class Control:
 
     @property
     def wait_s(self) -> float | None:
-        """How long the scheduler may wait for a message, with nothing to do; None for any time."""
+        """Returns how long the scheduler may wait for a message, with nothing to do; None for any
+        time."""
         if self._weights.is_busy:
             return POLL_S
         if self._lifecycle.awaits_grammars:

@@ -18,7 +18,7 @@ PERIOD_S = 5.0
 
 
 class DecodeLog:
-    """Writes one line every so many decode steps, those in which a request decodes.
+    """Writes one line every few decode steps, those in which a request decodes.
 
     Args:
         processor, stats: read the steps, and hear of each one before this log does.

@@ -1,4 +1,5 @@
-"""Whether the engine runs: what stops it, and the work that must not meet a step in flight."""
+"""Keeps whether the engine runs: what stops it, and the work that must not meet a step in
+flight."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 
 
 class EngineState:
-    """What keeps the scheduler from launching steps.
+    """The reasons that keep the scheduler from launching steps.
 
     Args:
         send: takes the status for the front end, whenever it has changed.
@@ -42,8 +43,8 @@ class EngineState:
 
     @property
     def admits(self) -> bool:
-        """Whether every waiting request may start; if not, only those that a drain or a weight
-        update waits for (`Req.must_finish`)."""
+        """Tells whether every waiting request may start; if not, only those may that a drain or a
+        weight update waits for (`Req.must_finish`)."""
         return not self.stopped
 
     @property

@@ -23,7 +23,7 @@ from sglang.srt.messages.control import (
     StopProfileReq,
 )
 
-MAX_PROFILED_STEPS = 10_000  # a trace of more fills memory and is read by nobody
+MAX_PROFILED_STEPS = 10_000  # a trace of more fills memory and is never read
 
 
 class GetWeightsByNameReqInput(msgspec.Struct, kw_only=True):
@@ -75,7 +75,7 @@ class StartProfileReqInput(msgspec.Struct, kw_only=True):
 
     Attributes:
         output_dir: folder of the trace, inside SGLANG_TORCH_PROFILER_DIR of the server; null: that.
-        num_steps: the profile ends by itself after so many steps.
+        num_steps: the profile ends by itself after that many steps.
         activities: what is looked at; null, or none: all there is.
     """
 

@@ -1,4 +1,4 @@
-"""What `/server_info`, `/metrics` and the load routes show of the scheduler."""
+"""Collects what `/server_info`, `/metrics` and the load routes show of the scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SchedulerStats:
 
     Attributes:
         num_draft_steps: drafts that a request proposes in the last step in which requests decoded,
-            steps that try another number aside; of trees of one shape those one behind the other.
+            steps that try another number aside; of trees of one shape those one after the other.
         num_tier_switches: how often that became each number, also as batches of another size came.
         num_step_drafts: drafts of all requests that the last step verified in which one decoded.
         drafts: what became of drafts, since the start.
@@ -122,7 +122,7 @@ class SchedulerStats:
         Args:
             num_drafts: R counts of drafts verified; empty where there were none.
             tier: see `RowPlan.tier`.
-            had_ended: which of the R had ended before, so that nobody gets their tokens; empty if
+            had_ended: which of the R had ended before, so their tokens are dropped; empty if
                 none had.
             num_generated: tokens of outputs since the start.
         """

@@ -67,7 +67,7 @@ class MemoryControl:
 
     def _with_graphs(self, others: list[str], releases: bool) -> list[str]:
         """All parts that change, in their order; `others` are those that are no graphs. Graphs hold
-        addresses of all other memory, so they go before any of it does, and come back behind the
+        addresses of all other memory, so they go before any of it does, and come back after the
         last of it, named or not. Where they are as asked for already, or cannot come back yet,
         nothing is done about them."""
         released = self._state.released

@@ -97,7 +97,7 @@ class PauseController:
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has something to do, by the clock; infinity for never."""
+        """Returns the time by the clock at which `tick` has something to do; infinity for never."""
         lease = math.inf if self._lease is None else self._lease.deadline
         return min(lease, self._drain_deadline)
 

@@ -48,7 +48,7 @@ class PauseGenerationReqInput(msgspec.Struct, kw_only=True):
         mode: `abort` ends all requests with their partial output, `retract` makes running ones
             wait without KV, `in_place` (or `in-place`) freezes them, `drain` lets running ones
             finish first.
-        lease_s: the pause ends by itself after so many seconds, unless it is asked for again.
+        lease_s: the pause ends by itself after that many seconds, unless it is asked for again.
         lease_end: whether requests go on then, or are aborted.
         drain_timeout_s: how long `drain` may take before it becomes `retract`; no limit if null.
     """

@@ -142,7 +142,7 @@ class WeightControl:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `tick` must be called again soon."""
+        """Tells whether `tick` must be called again soon."""
         return bool(self._jobs)
 
     def tick(self) -> None:
@@ -176,8 +176,8 @@ class WeightControl:
             job.finish(result)
 
     def _must_wait(self, message: WeightMessage) -> bool:
-        """Whether running requests have to finish first, so that no output mixes weights without
-        a pause."""
+        """Tells whether running requests have to finish first, so that no output mixes weights
+        without a pause."""
         if not self._started_requests_run:
             return False
         if isinstance(message, UpdateWeightsReq):

@@ -1,4 +1,4 @@
-"""What trainers use of an engine, in this process or behind HTTP."""
+"""The calls of an engine that trainers use, in this process or over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who may use which route: API keys, and what a web page may do. No HTTP machinery in this file.
+"""Decides who may use which route: API keys, and what a web page may do. No HTTP machinery in this
+file.
 
 A server on one's own machine can be reached by every web page that is open there. So:
 
@@ -35,7 +36,7 @@ from sglang.srt.server_args import ServerArgs
 
 
 class Access(Enum):
-    """Which key a route asks for: none; --api-key; --admin-api-key, or else --api-key."""
+    """The key that a route asks for: none; --api-key; --admin-api-key, or else --api-key."""
 
     OPEN = "open"
     USER = "user"
@@ -117,7 +118,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """What the flags and this machine say.
+    """The rules that follow from the flags and this machine.
 
     Attributes:
         allowed_origins: in lower case, as browsers send them.
@@ -149,7 +150,8 @@ class AccessRules:
         )
 
     def knows(self, host: str) -> bool:
-        """Whether no stranger can have pointed this `Host` (name, maybe a port) at the server."""
+        """Tells whether no stranger can have pointed this `Host` (name, maybe a port) at the
+        server."""
         name = _host_name(host)
         if name in self.known_hosts or name == "localhost" or name.endswith(".localhost"):
             return True
@@ -220,7 +222,7 @@ def _refusal_of_key(
 
 
 def _host_of(origin: str) -> str:
-    """What a browser sends as `Host` to this origin."""
+    """Returns what a browser sends as `Host` to this origin."""
     return origin.partition("://")[2]
 
 

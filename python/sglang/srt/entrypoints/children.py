@@ -110,7 +110,7 @@ def child_environ(gpu_id: int = 0) -> dict[str, str]:
             and take the first.
 
     Raises:
-        LaunchError: if CUDA_VISIBLE_DEVICES does not have so many.
+        LaunchError: if CUDA_VISIBLE_DEVICES has fewer.
     """
     package_root = str(Path(__file__).resolve().parents[3])
     paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -1,5 +1,5 @@
 """Limits of connections: how many there are, how large the head of a request is and how long it
-takes, and that nobody takes in the rest of a body whose answer is there."""
+takes, and that no one takes in the rest of a body whose answer is there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.request_id import HEADER, new_id
 
-KEPT_BYTES = 65_536  # of a body that nobody reads: so few are taken in for the next request
+KEPT_BYTES = 65_536  # of a body that is not read: so few are taken in for the next request
 HEAD_SECONDS = 60.0  # for a client to send the head of a request
 END_OF_HEAD = b"\r\n\r\n"
 HEADERS_TOO_LARGE = "The head of the request is larger than {} bytes (--max-header-bytes)."
@@ -88,7 +88,7 @@ class LimitedProtocol(_Protocol):
 
 class LimitedRequests:
     """Refuses a request whose head is too large. An answer that comes before a large body has been
-    read closes the connection behind it."""
+    read closes the connection after it."""
 
     def __init__(self, app: ASGIApp, max_head_bytes: int) -> None:
         self._app = app

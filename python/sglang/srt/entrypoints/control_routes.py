@@ -173,7 +173,7 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/get_load")
     async def load() -> Response:
-        """What `/v1/loads` says, in SGLang's older form."""
+        """Answers with the content of `/v1/loads`, in SGLang's older form."""
         internal_state = await state.control.internal_state()
         return json_response(describe_load(internal_state, state.num_kv_slots))
 

@@ -1,4 +1,4 @@
-"""What callers of the Engine give, as fields of `/generate`, and its chunks as answers."""
+"""Turns what callers of the Engine give into fields of `/generate`, and its chunks into answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an Engine runs on: its processes, and a loop of its own in a background thread."""
+"""Runs an Engine: its processes, and a loop of its own in a background thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECEIVE_FAILED = "The front end cannot receive outputs; the Engine cannot go on.
 class EngineRuntime:
     """The processes, and the tokenizer manager on a loop of its own in a background thread.
 
-    It does not know its Engine, so that an Engine that nobody uses any more can end it.
+    It does not know its Engine, so that an Engine out of use can end it.
     """
 
     def __init__(self, server_args: ServerArgs, tokenizer: Tokenizer) -> None:

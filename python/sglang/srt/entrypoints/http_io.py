@@ -41,10 +41,10 @@ ERROR_TYPES = {
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
-SMALL_PARTS = 10_000  # so many numbers become JSON in less than a millisecond
+SMALL_PARTS = 10_000  # this many numbers become JSON in less than a millisecond
 LONG_EVENT_S = 0.001  # to write an event of a stream
-PAUSE_RATIO = 10  # behind such an event its stream waits so many times as long
-CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
+PAUSE_RATIO = 10  # after such an event its stream waits this many times as long
+CLIENT_GONE_STATUS = 499  # in the access log only: no client is there to read it
 EVENT_STREAM = "sglang.event_stream"  # in a scope: the response is one
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 
@@ -238,7 +238,7 @@ class OutermostApp:
     """The application that the web server calls, around all others.
 
     Streams find in their scope the `send` of the web server: every middleware and route handler
-    wraps `send` to see how a response starts. The events behind the start concern none of them, and
+    wraps `send` to see how a response starts. The events after the start concern none of them, and
     each wrapper costs something for every token.
 
     Every request gets an id (`sglang.srt.request_id`), and every answer has it as `x-request-id`.

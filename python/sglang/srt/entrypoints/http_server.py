@@ -142,7 +142,7 @@ def _add_info(app: FastAPI, state: ServerState) -> None:
     @app.get("/get_model_info", include_in_schema=False)
     @app.get("/model_info")
     async def model_info() -> Response:
-        """What is served."""
+        """Describes the model that is served."""
         return json_response(
             describe_model(state.server_args, state.model_config, state.weight_version)
         )
@@ -159,7 +159,7 @@ def _add_info(app: FastAPI, state: ServerState) -> None:
 def _add_tokenizer(app: FastAPI, state: ServerState, chat: ChatSettings) -> None:
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        """What clients need to know that count or make tokens themselves."""
+        """Gives what clients need to know that count or make tokens themselves."""
         path = state.server_args.tokenizer_path or state.model_config.folder
         tokenizer, template = state.ready_manager.tokenizer, chat.templates.default
         return json_response(describe_tokenizer(path, tokenizer, state.scheduler, template))

@@ -243,7 +243,7 @@ def _word(value: Any) -> str:
 
 
 def _message_of(raw: bytes) -> str:
-    """What an error's body says."""
+    """Returns the message of an error's body."""
     try:
         return str(msgspec.json.decode(raw)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -188,7 +188,7 @@ def launch_subprocesses(
 ) -> LaunchedParts:
     """Starts the processes of a server whose front end the caller runs on its own event loop.
 
-    Blocks that loop until the model is loaded. The processes end with this process, or when nobody
+    Blocks that loop until the model is loaded. The processes end with this process, or when no one
     has the manager any more; if one ends by itself, so do the others, and all calls fail.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What requests may ask for, from flags and from what the scheduler found out."""
+"""Sets the limits of requests, from flags and from what the scheduler found out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFERRED_FLAG = "--preferred-sampling-params"
 def limits_from_flags(
     server_args: ServerArgs, info: SchedulerInfo, model: ModelConfig | None = None
 ) -> RequestLimits:
-    """What one request may ask for, by the flags and by what the scheduler found out.
+    """Returns what one request may ask for, by the flags and by what the scheduler found out.
 
     Args:
         model: gives OpenAI's routes their sampling defaults; None where there are no such routes.

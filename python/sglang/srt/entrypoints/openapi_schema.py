@@ -44,7 +44,7 @@ def body_of(
     takes_others: bool = False,
     more: Mapping[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """What documents a route's JSON body: FastAPI's `openapi_extra`.
+    """Documents a route's JSON body: FastAPI's `openapi_extra`.
 
     Args:
         refers_to: other structs whose schemas the body's fields name; none takes unknown fields.

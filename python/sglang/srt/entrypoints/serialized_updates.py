@@ -76,7 +76,7 @@ def serialized_request(
 
 
 class Sender(NamedTuple):
-    """Where an HTTP request comes from.
+    """The origin of an HTTP request.
 
     Attributes:
         address: of the other end of the connection.

@@ -1,4 +1,4 @@
-"""What `/model_info`, `/server_info` and `Engine.get_server_info()` answer."""
+"""Builds the answers of `/model_info`, `/server_info` and `Engine.get_server_info()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HTTP routes answer from."""
+"""Holds the objects that the HTTP routes answer from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass
 class ServerState:
-    """What the routes answer from. `manager` and `scheduler` are set once the server can serve.
+    """The objects that the routes answer from. `manager` and `scheduler` are set once the server
+    can serve.
 
     Attributes:
         private_directory: for files that only this user may read.

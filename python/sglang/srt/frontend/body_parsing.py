@@ -72,7 +72,7 @@ def struct_of(
     Args:
         unsupported: fields that the client may send but that do nothing here, each with the values
             that are accepted, since they ask for nothing.
-        unknown: what becomes of fields that nobody knows.
+        unknown: what becomes of unknown fields.
 
     Raises:
         RequestError: naming the field that is unknown, not supported or of a wrong type.
@@ -187,7 +187,7 @@ def _malformed(raw: bytes) -> RequestError:
 
 
 def _find_non_finite(value: Any, path: str) -> str | None:
-    """Where a NaN or an infinity is, or None."""
+    """Returns the path of a NaN or an infinity, or None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else path
     if isinstance(value, dict):

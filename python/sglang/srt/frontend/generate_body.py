@@ -129,7 +129,7 @@ class CheckedPrompt:
 
     Attributes:
         logprobs: None for none; its `start_len` may be -1, for outputs only.
-        has_default_length: nobody set max_new_tokens, so it gives way to a long prompt.
+        has_default_length: max_new_tokens was not set, so it gives way to a long prompt.
     """
 
     text: str | None
@@ -147,7 +147,7 @@ class CheckedPrompt:
         return msgspec.structs.replace(params, max_new_tokens=room)
 
     def logprobs_for(self, num_prompt_tokens: int) -> LogprobOptions | None:
-        """What the scheduler is asked for, once the prompt's length is known.
+        """Returns what the scheduler is asked for, once the prompt's length is known.
 
         Raises:
             RequestError: if logprob_start_len is outside the prompt.
@@ -338,7 +338,7 @@ def _check_labels(request: GenerateReqInput, limits: RequestLimits) -> None:
 
 
 def _check_permissions(request: GenerateReqInput, limits: RequestLimits) -> None:
-    """What a flag of the server must allow."""
+    """Checks what a flag of the server must allow."""
     if request.priority and not limits.allow_priority:
         raise field_error("priority", "start the server with --enable-priority-scheduling")
     if request.return_text_in_logprobs:

@@ -79,7 +79,7 @@ class Sample:
         self.call.on_news(self)
 
     def _counts(self) -> dict[str, Any]:
-        """What the latest news says of the whole request."""
+        """Returns the counts of the whole request in the latest news."""
         latest = self._latest
         if latest is None:
             return {}
@@ -108,7 +108,8 @@ class Sample:
             log.write(self._log_line(log.level))
 
     def _log_line(self, level: int) -> dict[str, Any]:
-        """What the request log says at the end of this sample, whether it finished or was left."""
+        """Returns what the request log says at the end of this sample, whether it finished or was
+        left."""
         reason = self.finish_reason
         fields: dict[str, Any] = {
             "rid": self.rid,
@@ -143,7 +144,7 @@ class Sample:
 
     @property
     def takes_long(self) -> bool:
-        """Whether `as_dict` may take long."""
+        """Tells whether `as_dict` may take long."""
         return self._lists.take_long
 
     @property
@@ -237,7 +238,8 @@ class GenerateCall:
         self._has_news = False
 
     def _wake(self) -> None:
-        """What an `asyncio.Event` does for any number of tasks, at a cost for each token."""
+        """Wakes the task that waits. An `asyncio.Event` would serve any number of tasks, at a cost
+        for each token."""
         self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -291,8 +293,8 @@ class GenerateCall:
 
 
 def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
-    """What SGLang says of a request's drafts. Only steps that verified drafts count: an accept
-    length is the tokens of such a step, the drafts that the model confirmed and its own.
+    """Returns what SGLang says of a request's drafts. Only steps that verified drafts count: an
+    accept length is the tokens of such a step, the drafts that the model confirmed and its own.
 
     Args:
         num_proposed: drafts that were verified.

@@ -15,7 +15,7 @@ from sglang.srt.frontend.request_limits import RequestLimits, check_batch_size, 
 
 COUNTED_BYTES = 65_536  # a smaller body or field takes some milliseconds at most
 MAX_FIELDS = 1000
-MAX_VALUES = 1_000_000  # of a field that is no prompt; so many take 0.1 s
+MAX_VALUES = 1_000_000  # of a field that is no prompt; this many take 0.1 s
 PROMPT_FIELDS = frozenset(("text", "input_ids", "prompt", "tokens"))
 ENTRIES = "the number of entries"
 NO_OBJECT = "The body must be a JSON object."

@@ -42,12 +42,12 @@ class LogprobsAndHiddenLists:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether there are any."""
+        """Tells whether there are any."""
         return self._logprobs is not None or self._hidden_states != "none"
 
     @property
     def take_long(self) -> bool:
-        """Whether there may be many of them."""
+        """Tells whether there may be many of them."""
         return self._logprobs is not None or self._hidden_states == "all"
 
     def add(self, output: ReqTextOutput) -> None:
@@ -85,7 +85,7 @@ class LogprobsAndHiddenLists:
 
 def kept_tokens_fields(kept: list[bytes]) -> dict[str, str]:
     """The tokens that filters kept at each position, as slime reads them: base64 of int32, all ids
-    one behind the other, and where those of each position begin and the last ones end."""
+    one after the other, and where those of each position begin and the last ones end."""
     ends = itertools.accumulate((len(ids) // ID_BYTES for ids in kept), initial=0)
     fields = {"top_p_token_ids": b"".join(kept), "top_p_token_offsets": array("i", ends).tobytes()}
     return {name: base64.b64encode(data).decode() for name, data in fields.items()}

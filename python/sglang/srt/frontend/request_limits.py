@@ -1,4 +1,4 @@
-"""What one request may ask for, and the checks that several fields share."""
+"""The limits of one request, and the checks that several fields share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_MASK_TOKEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask for.
+    """The limits of one request.
 
     Attributes:
         vocab_size: width of the logits; token ids at or above it are refused.
@@ -42,7 +42,7 @@ class RequestLimits:
         mtp_refusal: why, and the remedy.
         preferred_sampling_params: what holds where a request says nothing.
         openai_sampling_defaults: what holds in `/v1/*` where neither says anything.
-        unknown_fields, unknown_openai_fields: what becomes of fields that nobody knows, in
+        unknown_fields, unknown_openai_fields: what becomes of unknown fields, in
             `/generate` and in `/v1/*`.
     """
 
@@ -105,7 +105,7 @@ def check_length(
 
     Args:
         field: the prompt's name.
-        is_counted: the prompt has exactly so many tokens, and not at least so many.
+        is_counted: the prompt has exactly that many tokens, and not at least that many.
 
     Raises:
         RequestError: if the prompt is empty or too long, or if the output is beside it.
@@ -181,7 +181,7 @@ def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[l
 
 
 def _are_below(limit: int, values: list[Any]) -> bool:
-    """Whether all are integers below the limit. One pass: a prompt may have 100,000 ids."""
+    """Tells whether all are integers below the limit. One pass: a prompt may have 100,000 ids."""
     try:
         return max(values, default=-1) < limit
     except TypeError:  # lists have no place in the order of integers

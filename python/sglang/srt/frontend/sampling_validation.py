@@ -194,7 +194,7 @@ def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) 
 
 
 def _check_grammar(grammar: Grammar | None, limits: RequestLimits, name: str) -> None:
-    """What can be said without compiling it; `GrammarCheck` does that."""
+    """Checks what can be checked without compiling a grammar; `GrammarCheck` does the rest."""
     if grammar is None:
         return
     field = f"{name}.{grammar.kind}"

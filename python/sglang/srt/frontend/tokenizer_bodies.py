@@ -34,7 +34,7 @@ class DetokenizeReqInput(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class CheckedTokens:
-    """What `/detokenize` turns into text.
+    """The tokens that `/detokenize` turns into text.
 
     Attributes:
         is_list: the client sent a list of lists and gets a list, be it of one.

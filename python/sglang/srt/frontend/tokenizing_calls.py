@@ -14,7 +14,7 @@ from sglang.srt.request_id import rids_for
 
 @dataclass(frozen=True, slots=True)
 class AbortSelector:
-    """Which requests an abort ends: all, those of exactly this rid, or of this prefix."""
+    """The requests that an abort ends: all, those of exactly this rid, or of this prefix."""
 
     rid: str | None = None
     abort_all: bool = False

@@ -1,4 +1,4 @@
-"""What becomes of fields of a body that neither this server nor SGLang knows."""
+"""Handles fields of a body that neither this server nor SGLang knows."""
 
 from __future__ import annotations
 

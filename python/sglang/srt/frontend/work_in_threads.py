@@ -20,7 +20,7 @@ TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 m
 USUAL_CHARS_PER_TOKEN = 8  # at most, in texts of any language
 PIECE_CHARS = 65_536
 SURELY_MORE = 2  # a cut between pieces may make some tokens more, and never twice as many
-FREED_CHARS = 200_000  # encoding so many takes so much memory that it should go back
+FREED_CHARS = 200_000  # encoding this many takes so much memory that it should go back
 CHECK_IN_THREAD_BYTES = 65_536  # below it parsing and checking takes some milliseconds at most
 TOO_MANY_CHECKS = (
     "The grammar of this request could not be checked: {}. Try again later, or send one that this"
@@ -153,7 +153,7 @@ async def encode_prompts(
 
 
 def bos_alone(tokenizer: Tokenizer) -> list[int]:
-    """What stands for a text without tokens: the BOS, if the model has one."""
+    """Returns the ids that stand for a text without tokens: the BOS, if the model has one."""
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 

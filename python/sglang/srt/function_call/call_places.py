@@ -1,4 +1,5 @@
-"""Where a call may begin in a text: at its marker, or alone where that can only mean a call."""
+"""Finds where a call may begin in a text: at its marker, or alone where that can only mean a
+call."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from sglang.srt.function_call.formats import CallFormat
 from sglang.srt.parser.held_text import num_held
 
 _BLANKS = re.compile(r"[ \t]+")
-# Behind a colon that ends a key (`"call": {`) an object is a value.
+# After a colon that ends a key (`"call": {`) an object is a value.
 _ALONE = r"""(?:(?P<line>\n[ \t]*)|(?:[.!?]|[^\s"'`]:)[ \t]+|[。！？：][ \t]*)(?=[{\[`])"""
 # What may stand between an object and the end of its line, or the next object.
 _IN_LINE, _BETWEEN_CALLS = " \t]", ",; \t\r\n"
@@ -62,15 +63,15 @@ class CallPlaces:
         return len(text) - max(held)
 
     def pass_text(self, text: str) -> None:
-        """Goes on behind a text."""
+        """Goes on after a text."""
         self._before = _BLANKS.sub(" ", self._before + text)[-_NUM_BEFORE:]
 
     def pass_call(self) -> None:
-        """Goes on behind a call: what follows it is as at the beginning of a line."""
+        """Goes on after a call: what follows it is as at the beginning of a line."""
         self._before = "\n"
 
     def goes_on_as_call(self, after: str, has_ended: bool) -> bool | None:
-        """Tells whether an object behind a sentence is a call: its line ends with it, or calls
+        """Tells whether an object after a sentence is a call: its line ends with it, or calls
         follow. None: not known yet."""
         rest = after.lstrip(_IN_LINE)
         next_object = rest.lstrip(_BETWEEN_CALLS)

@@ -53,7 +53,7 @@ def calls_or_content(
 
 
 def calls_in_text(form: CallFormat, functions: Sequence[HeldFunction]) -> dict[str, Any]:
-    """The structural tag of outputs that are anything, with calls behind each marker."""
+    """The structural tag of outputs that are anything, with calls after each marker."""
     if form.closing:
         tags = [_call(form, function) for function in functions]
     else:

@@ -20,7 +20,7 @@ from sglang.srt.function_call.spaced_content import SpacedContent
 
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-# Each with what is of no matter behind it.
+# Each with what is of no matter after it.
 _MARKS_OF_NAMES = (
     (CALL_ID_MARK, re.compile(r"\s*[A-Za-z0-9_-]{0,64}\s*")),
     (ARGUMENTS_MARK, re.compile(r"\s*")),
@@ -31,7 +31,7 @@ _JSON_FENCE = "```json"
 
 
 class Pieces(NamedTuple):
-    """What is new of an output, in its order but for the calls, which come after the content."""
+    """The new pieces of an output, in its order but for the calls, which come after the content."""
 
     content: str
     calls: list[FunctionCall]
@@ -46,10 +46,10 @@ class _In(Enum):
 
 @dataclass
 class _Calls:
-    """Calls behind one marker, or alone.
+    """Calls after one marker, or alone.
 
     Attributes:
-        has_separator: behind the last call.
+        has_separator: after the last call.
     """
 
     begin: Begins
@@ -119,7 +119,7 @@ class FunctionCallParser:
             pass
 
     def finish(self) -> Pieces:
-        """What was held back, at the end of the output."""
+        """Returns what was held back, at the end of the output."""
         self._read("")
         if self._state is _In.OBJECT and self._scanner.found is Found.END:
             self._end_object(has_ended=True)
@@ -183,13 +183,13 @@ class FunctionCallParser:
         return True
 
     def _closings(self) -> tuple[str, ...]:
-        """Lists the marks that may stand behind a call and are no content."""
+        """Lists the marks that may stand after a call and are no content."""
         marks = (self._form.closing, *self._form.ends, "]" if self._around.list_is_open else "")
         fence = _FENCE if self._around.fence_is_open else ""
         return tuple(mark for mark in (*marks, fence) if mark)
 
     def _read_closing(self) -> bool:
-        """A mark behind a call, which drops what is held before it; False: there is none."""
+        """A mark after a call, which drops what is held before it; False: there is none."""
         for mark in self._closings():
             if self._text.startswith(mark):
                 break
@@ -207,7 +207,7 @@ class FunctionCallParser:
         return True
 
     def _read_name(self) -> bool:
-        """A name, maybe marks, and the brace of the arguments. Behind a call a mark must be."""
+        """A name, maybe marks, and the brace of the arguments. After a call a mark must be."""
         match = _NAME.match(self._text)
         assert match is not None
         if match.end() > MAX_NAME_CHARS:
@@ -284,12 +284,12 @@ class FunctionCallParser:
         self._text = self._text[size:]
 
     def _give_up(self) -> None:
-        """What is held is no call."""
+        """Gives up: the held text is no call."""
         self._pass("".join(self._held))
         self._held = []
         self._state = _In.TEXT
 
     def _pass(self, text: str) -> None:
-        """Goes on behind content."""
+        """Goes on after content."""
         self._content.add(text)
         self._places.pass_text(text)

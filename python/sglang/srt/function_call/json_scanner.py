@@ -1,6 +1,6 @@
 """Finds where a JSON object ends in a text that comes bit by bit, and at once if it is none.
 
-Two slips of models are mended: control characters in strings, and a comma behind the last value.
+Two slips of models are mended: control characters in strings, and a comma after the last value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Found(Enum):
-    """What is known of an object."""
+    """The state of knowledge about an object."""
 
     MORE = "it goes on"
     END = "it has ended"
@@ -168,7 +168,7 @@ class JsonScanner:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Where a match of a pattern that always matches ends."""
+    """Returns where a match ends, of a pattern that always matches."""
     match = pattern.match(text, start)
     assert match is not None
     return match.end()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 
 class SpacedContent:
-    """Puts together the text before, between and behind calls.
+    """Puts together the text before, between and after calls.
 
     Between the texts around calls stays the white space before the calls, but for indentation.
-    Where there is none, that behind them stays, and else one space. Before the first text and
-    behind the last, white space around calls is dropped.
+    Where there is none, that after them stays, and else one space. Before the first text and
+    after the last, white space around calls is dropped.
     """
 
     def __init__(self) -> None:
         self._certain: list[str] = []
-        self._space: list[str] = []  # behind the text so far
-        self._space_behind: list[str] = []  # behind the calls that follow it
+        self._space: list[str] = []  # after the text so far
+        self._space_behind: list[str] = []  # after the calls that follow it
         self._has_text = False
         self._is_behind_call = False
 

@@ -17,11 +17,11 @@ DRAFT_STEPS = "draft steps"
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Which steps a captured graph can replay. Graphs that differ in any number are planned
-    differently, so plans are kept by the whole key.
+    """The key of the steps that a captured graph can replay. Graphs that differ in any number are
+    planned differently, so plans are kept by the whole key.
 
     Attributes:
-        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many,
+        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to `width`,
             MIXED where some may feed any number, as prompts do; DRAFT_STEPS where every request
             feeds one row in each of several steps, one after another.
         num_reqs: requests, padding included.
@@ -46,21 +46,21 @@ class GraphKey:
 
     @property
     def skips_unread_rows(self) -> bool:
-        """Whether the graph's last layer computes only the rows of `ForwardBatch.read_index`, which
-        may be up to `num_reqs`: so where one row of each request is read at most, as in steps with
-        prompts of requests that do not look ahead."""
+        """Tells whether the graph's last layer computes only the rows of `ForwardBatch.read_index`,
+        which may be up to `num_reqs`: so where one row of each request is read at most, as in steps
+        with prompts of requests that do not look ahead."""
         reads_one_row = self.reads_one_row or (self.tag == MIXED and self.width == 1)
         return reads_one_row and not self.computes_all_rows
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every request, those of padding too, has `width` rows."""
+        """Tells whether every request, those of padding too, has `width` rows."""
         return self.tag in (DECODE, UNIFORM, DRAFT_STEPS)
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph reads `ForwardBatch.q_starts`, and so serves packed batches too; for
-        others they are filled in."""
+        """Tells whether the graph reads `ForwardBatch.q_starts`, and so serves packed batches too;
+        for others they are filled in."""
         return self.tag in (RAGGED, MIXED) and self.width > 1
 
 
@@ -100,7 +100,7 @@ class ForwardBatch:
         q_starts: [R + 1] int64, not descending, for packed batches; None: `q_lens` is exact.
             Request i feeds the rows q_starts[i] to q_starts[i + 1] of the T, at most q_lens[i];
             `kv_lens` counts those. The rows from q_starts[R] on are padding: token 0 at position 0,
-            written to the dummy slot, and nobody reads their results. A request may feed no row.
+            written to the dummy slot, and their results are not read. A request may feed no row.
             Those whose number of rows the host knows, as it does of prompts, come first, and with
             them all whose q_lens is above MAX_TREE_ROWS.
         hidden: [T, width], in the model's type; what a model reads of each row beside its token,
@@ -124,7 +124,7 @@ class ForwardBatch:
 
 
 class ModelOutput(NamedTuple):
-    """What a model computes of a forward batch.
+    """The outputs that a model computes of a forward batch.
 
     Attributes:
         hidden: hidden states after the last norm (what a head over a target carries to its next
@@ -147,7 +147,7 @@ def dummy_step(
     has_masks: bool = False,
     hidden: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """Prompts of these lengths of nobody. The results mean nothing, and only the dummy page is
+    """Prompts of these lengths of no request. The results mean nothing, and only the dummy page is
     written.
 
     Args:

@@ -16,7 +16,7 @@ class HiddenCapture:
         layers: the layers whose inputs are wanted. The input of layer i is the residual stream
             after i layers (0: the embedding), before layer i normalizes it; transformers calls it
             `hidden_states[i]`. It is of all T rows.
-        all_rows: the last layer computes all T rows, also those that nobody reads.
+        all_rows: the last layer computes all T rows, also those that are not read.
     """
 
     layers: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What the layers of a model call that depends on the device: attention, matrix products and the
+"""The calls of a model's layers that depend on the device: attention, matrix products and the
 operations between them. Models are written in these calls; implementations differ by device."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayerOps(Protocol):
         [T, out_features]."""
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What `rotate_and_store` needs of `RotaryEmbedding.table`; once per step."""
+        """Returns what `rotate_and_store` needs of `RotaryEmbedding.table`; once per step."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -87,7 +87,7 @@ class LayerRuntime:
         self._backend.plan(batch)
 
     def rotation(self, table: torch.Tensor) -> torch.Tensor:
-        """What `attend` needs of `RotaryEmbedding.table`; once per step."""
+        """Returns what `attend` needs of `RotaryEmbedding.table`; once per step."""
         return self._ops.rotation(table, self._positions)
 
     def attend(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

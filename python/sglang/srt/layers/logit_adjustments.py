@@ -1,4 +1,4 @@
-"""What requests ask to be done to their logits before a token is drawn, by device row.
+"""Adjusts logits as requests ask for, before a token is drawn, by device row.
 
 In this order: repetition, frequency and presence penalty over generated tokens, logit_bias, and
 no stop token before min_new_tokens.
@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RowAdjustments:
-    """What one request asks for.
+    """The adjustments that one request asks for.
 
     Attributes:
         output_ids: tokens that it has generated before (it was retracted).

@@ -16,13 +16,13 @@ MAX_ROWS_AT_ONCE = 256  # bounds the memory of a long prompt's logits: rows x vo
 
 @dataclass(frozen=True, slots=True)
 class LogprobQueries:
-    """What is wanted at Q positions.
+    """The log-probabilities that are wanted at Q positions.
 
     Attributes:
         top_num: best tokens, the most that any position wants.
         token_ids: Q lists of ids wanted there.
         kept: Q times whether the tokens that the filters keep are wanted, and the log-probability
-            of the token there among them; empty where nobody wants that.
+            of the token there among them; empty where not wanted.
     """
 
     top_num: int
@@ -31,7 +31,7 @@ class LogprobQueries:
 
     @property
     def has_more(self) -> bool:
-        """Whether more is wanted than the tokens there."""
+        """Tells whether more is wanted than the tokens there."""
         return self.top_num > 0 or any(self.token_ids)
 
 
@@ -45,7 +45,7 @@ class LogprobTensors:
         chosen: [Q, E] float32; of `LogprobQueries.token_ids`, E the longest list.
         kept_ids: [Q, K] int32; the first `num_kept` of a row are tokens that the filters keep, best
             first, K of them at most.
-        num_kept: [Q] int32; [0] where nobody wants them.
+        num_kept: [Q] int32; [0] where not wanted.
     """
 
     target: torch.Tensor
@@ -124,7 +124,7 @@ class KnownTokens:
 def query_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, known: KnownTokens, queries: LogprobQueries
 ) -> LogprobTensors:
-    """What the queries ask of logits [Q, V] at Q positions, and of the targets [Q] int64 there."""
+    """Answers the queries from logits [Q, V] at Q positions, and the targets [Q] int64 there."""
     target = known.logprobs_of(logits.gather(1, targets[:, None])).squeeze(1)
     answers = LogprobTensors.of_targets(target)
     if queries.top_num:

@@ -39,7 +39,7 @@ def rotation_table(head_dim: int, max_positions: int, config: RopeConfig) -> tor
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cos and sin are multiplied by."""
+    """Returns the factor of cos and sin."""
     return scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
 
 

@@ -104,7 +104,7 @@ class Sampler:
         drawn: ScoredTokens,
         tokens: torch.Tensor,
     ) -> ScoredTokens:
-        """How probable other tokens are than those drawn.
+        """Returns how probable other tokens are than those drawn.
 
         Args:
             logits: [S, V]; what `drawn` was drawn from, with `rows`.

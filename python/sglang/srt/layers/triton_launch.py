@@ -1,4 +1,5 @@
-"""What all Triton kernels of the runtime share: how they are launched, and the interpreter."""
+"""The parts that all Triton kernels of the runtime share: how they are launched, and the
+interpreter."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLaunch:
-    """Whether an attention kernel runs at the same time as others of the step, which go over other
-    items.
+    """Says whether an attention kernel runs at the same time as others of the step, which go over
+    other items.
 
     Attributes:
         with_previous: with the one that is launched just before it.
@@ -93,7 +94,7 @@ class ParallelLaunch:
 
 
 def beside_each_other(count: int) -> list[ParallelLaunch]:
-    """Of `count` kernels that are launched one right after the other."""
+    """Returns the launches of `count` kernels, one right after the other."""
     return [
         ParallelLaunch(with_previous=index > 0, with_next=index + 1 < count)
         for index in range(count)

@@ -147,7 +147,7 @@ class DetokenizerManager:
 
 def _parts_of(outputs: list[ReqTextOutput]) -> Iterator[list[ReqTextOutput]]:
     """The outputs in parts that the front end reads one by one. It has other work between two, so
-    a part ends behind many log-probabilities."""
+    a part ends after many log-probabilities."""
     part: list[ReqTextOutput] = []
     num_logprobs = 0
     for output in outputs:

@@ -44,18 +44,18 @@ QUEUE_FULL_MESSAGE = "The request queue is full; try again later."
 
 
 class Inbox(Protocol):
-    """Where messages of the front end arrive."""
+    """The place where messages of the front end arrive."""
 
     def drain(self) -> Iterable[Any]:
         """The messages that are there now."""
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether one is there, waiting for it up to the time (None: no limit)."""
+        """Tells whether a message is there, waiting for it up to the time (None: no limit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler needs to know.
+    """The settings of the scheduler.
 
     Attributes:
         max_queued_requests: never admitted requests that may wait; None for any number.
@@ -219,7 +219,7 @@ class Scheduler:
         self.processor.flush()
 
     def _launch_next(self, last: LaunchedStep | None) -> LaunchedStep | None:
-        """Launches a step, if there is one, behind the one in flight."""
+        """Launches a step, if there is one, after the one in flight."""
         planned = self._plan(has_inflight=last is not None)
         self._refuse_surplus()
         return None if planned is None else self._launch(with_constraint(planned, last))

@@ -221,7 +221,7 @@ class TokenizerManager:
     def _log_fields(
         self, request: CheckedRequest, prompt: CheckedPrompt, params: SamplingParams
     ) -> dict[str, Any] | None:
-        """What the request log says of a sample beside its figures; None to leave it out."""
+        """Gives what the log says of a sample beside its figures; None to leave it out."""
         if self._request_log is None or request.body.no_logs:
             return None
         fields: dict[str, Any] = {"custom_labels": request.body.custom_labels}

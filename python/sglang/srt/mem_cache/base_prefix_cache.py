@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Namespace = tuple[Any, ...]
-"""What must be equal beside the tokens for KV to be shared: weight epoch, adapter, client salt."""
+"""The values beside the tokens that must be equal to share KV: weight epoch, adapter, salt."""
 
 
 class CacheNode(Protocol):
@@ -20,7 +20,7 @@ class CacheNode(Protocol):
 class PrefixMatch:
     """Longest cached prefix: `pages` hold the KV of the first len(pages) * page_size tokens.
 
-    `num_unlocked_pages` of them count as evictable as long as nobody locks them.
+    `num_unlocked_pages` of them count as evictable as long as they are not locked.
     """
 
     pages: list[int]

@@ -13,7 +13,7 @@ class ReleaseReport:
     which clients' checks read.
 
     Attributes:
-        curr_step_token_count: slots behind the watermark that the widest step may have written.
+        curr_step_token_count: slots after the watermark that the widest step may have written.
         freed_by_tail_cleanup_count: how many of those are free now.
         freed_by_overalloc_range_count: slots reserved beyond them that are free now.
         retained_as_committed_count: slots before the watermark that the prefix cache has now.

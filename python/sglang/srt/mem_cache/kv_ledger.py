@@ -168,7 +168,7 @@ class KVLedger:
 
     @property
     def num_free_tokens(self) -> int:
-        """Slots that nobody owns; evictable ones are not counted."""
+        """Slots without an owner; evictable ones are not counted."""
         return self._allocator.num_free * self.page_size
 
     @property
@@ -331,13 +331,14 @@ class KVLedger:
         return tuple(itertools.islice(slots, NUM_SAMPLE_SLOTS))
 
     def slot_states(self, slots: Sequence[int]) -> list[SlotState]:
-        """Which of the slots the prefix cache has, and which are free. Looks at the whole pool."""
+        """Tells of each slot whether the prefix cache has it or it is free. Looks at the whole
+        pool."""
         free, cached = set(self._allocator.free_pages), set(self._tree.pages())
         pages = [slot // self.page_size for slot in slots]
         return ["cached" if p in cached else "free" if p in free else "missing" for p in pages]
 
     def repair(self, owners: Iterable[RequestKV]) -> None:
-        """Makes every page free that nobody claims. Only when idle, after a failed `check`."""
+        """Makes every unclaimed page free. Only when idle, after a failed `check`."""
         used = set(self._tree.pages())
         for kv in owners:
             used.update(kv.private_pages)

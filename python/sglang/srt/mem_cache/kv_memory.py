@@ -15,7 +15,7 @@ from sglang.srt.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGeometry:
-    """What a model's pool holds of each token."""
+    """The shape of what a model's pool holds of each token."""
 
     num_layers: int
     num_kv_heads: int
@@ -78,14 +78,14 @@ class KVMemory:
         self._addresses: list[KVAddresses] = []
 
     def addresses(self) -> KVAddresses:
-        """Where all tensors that pools now have lie, restored memory too."""
+        """Returns where all tensors that pools now have lie, restored memory too."""
         addresses = KVAddresses([tensor for pool in self.pools for tensor in pool.tensors])
         self._addresses.append(addresses)
         return addresses
 
     @property
     def is_released(self) -> bool:
-        """Whether any of it has no memory; no step may run."""
+        """Tells whether any of it has no memory; no step may run."""
         return any(pool.is_released for pool in self.pools)
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 def row_width(context_len: int, max_decode_rows: int, page_size: int) -> int:
     """Columns of a row of the request-to-token table: two of the widest decode steps may be under
-    way when a request reaches the end of its context, drafts for a third one are written behind
+    way when a request reaches the end of its context, drafts for a third one are written after
     what they keep, and a request gets its slots in pages."""
     num_tokens = context_len + 3 * max_decode_rows
     return -(-num_tokens // page_size) * page_size
@@ -15,7 +15,7 @@ def row_width(context_len: int, max_decode_rows: int, page_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class KVSizing:
-    """What the size of the pool depends on.
+    """The limits that decide the size of the pool.
 
     Attributes:
         available_bytes: memory that the pool may take.
@@ -37,7 +37,7 @@ class KVSizing:
 
     @property
     def reason(self) -> str:
-        """What the size of the pool comes from, for a reader of the start-up summary."""
+        """Explains the size of the pool to a reader of the start-up summary."""
         if self.wished_tokens is not None:
             return "as --max-total-tokens says"
         if self.affordable_tokens > self.max_useful_tokens:

@@ -15,7 +15,7 @@ class ReqToTokenPool:
 
     Attributes:
         num_rows: rows that requests may have.
-        padding_row: a further one, behind them, of requests that only pad a captured step
+        padding_row: a further one, after them, of requests that only pad a captured step
             (`RoundGraphs`). All its entries stay the dummy slot.
         req_to_token: [num_rows + 1, width] int32; entry [r, i] is the slot of token i of row r.
             Rows are `row_width` wide. Entries that were never written point to the dummy slot 0.

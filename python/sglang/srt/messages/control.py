@@ -19,7 +19,7 @@ SessionAction = Literal["begin", "commit", "rollback"]
 DEFAULT_WEIGHT_VERSION = "default"
 CONTROL_TIMEOUT_S = 60.0
 ABORT_MESSAGE = "The request was aborted."  # where the client gave no reason
-WEIGHTS_TIMEOUT_S = 600.0  # behind the reading of a checkpoint, or a broadcast
+WEIGHTS_TIMEOUT_S = 600.0  # after the reading of a checkpoint, or a broadcast
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -42,7 +42,7 @@ class CallMessage(Message, kw_only=True):
 
     @property
     def reply_timeout_s(self) -> float | None:
-        """How long the front end waits for the reply; None for any time."""
+        """Returns how long the front end waits for the reply; None for any time."""
         return CONTROL_TIMEOUT_S
 
 
@@ -180,7 +180,7 @@ class UpdateWeightVersionReq(CallMessage):
 
 
 class GroupAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trainer has opened a group. See `InitWeightsUpdateGroupReqInput`."""
+    """The address of a group that a trainer has opened. See `InitWeightsUpdateGroupReqInput`."""
 
     master_address: str
     master_port: int

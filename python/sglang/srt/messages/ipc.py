@@ -59,12 +59,12 @@ def _fits_sockets(directory: str) -> bool:
 
 
 class ChildConfig(msgspec.Struct, frozen=True):
-    """What a child process reads from its standard input: one line of JSON.
+    """The settings that a child process reads from its standard input: one line of JSON.
 
     Standard input stays open for the parent's life; end of file tells the child to exit.
 
     Attributes:
-        beats: the writing end of the pipe that takes its beats; None: nobody listens.
+        beats: the writing end of the pipe that takes its beats; None: no listener.
     """
 
     server_args: dict[str, Any]
@@ -115,7 +115,7 @@ class Receiver(Generic[M]):
         return is_there
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether a message is there, waiting for it up to the time (None: no limit)."""
+        """Tells whether a message is there, waiting for it up to the time (None: no limit)."""
         return self.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
     def receive(self) -> M:

@@ -81,7 +81,7 @@ class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LogprobOptions(msgspec.Struct, frozen=True):
-    """Which log-probabilities a request wants.
+    """The log-probabilities that a request wants.
 
     Attributes:
         start_len: first prompt position wanted; the prompt's length less one for outputs only.
@@ -226,7 +226,7 @@ class BatchStrOutput(Message):
 
 
 class SchedulerInfo(msgspec.Struct, kw_only=True):
-    """What the front end must know of the scheduler; resolved values, not wishes.
+    """The facts about the scheduler that the front end must know; resolved values, not wishes.
 
     Attributes:
         vocab_size: width of the logits; token ids at or above it are refused.

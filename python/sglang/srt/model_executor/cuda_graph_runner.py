@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Replay(Generic[Results]):
-    """What a replay computed; the next one overwrites it.
+    """The results that a replay computed; the next one overwrites them.
 
     Attributes:
         results: as the callable gave them when it was captured, padding included.
@@ -52,7 +52,7 @@ class _Captured(Generic[Results]):
 
 @dataclass(slots=True)
 class _Cost:
-    """What the graphs of a kind took at capture."""
+    """The time and memory that the graphs of a kind took at capture."""
 
     num_graphs: int = 0
     seconds: float = 0.0
@@ -90,8 +90,8 @@ class GraphMemory:
 
     @cached_property
     def side(self) -> torch.cuda.Stream:
-        """Where a graph's callable runs before it is captured: one stream for all graphs, since
-        cuBLAS takes memory for each that it sees."""
+        """Returns the stream on which a graph's callable runs before it is captured: one for all
+        graphs, since cuBLAS takes memory for each that it sees."""
         return torch.cuda.Stream()
 
 
@@ -169,7 +169,7 @@ class CudaGraphRunner(Generic[Results]):
 
     @property
     def keys(self) -> GraphKeys:
-        """Which graphs there are."""
+        """Returns the keys of the graphs that there are."""
         return self._keys
 
     @property

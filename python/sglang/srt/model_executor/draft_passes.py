@@ -16,7 +16,7 @@ from sglang.srt.models.model import Model
 
 
 class Drafts(NamedTuple):
-    """What N draft steps give of R requests.
+    """The drafts that N draft steps give of R requests.
 
     Attributes:
         token_ids: [R, N] int64; the best token after each step, as the target calls it.
@@ -81,7 +81,7 @@ class DraftPass:
         """
         Args:
             first: the first step, of one row per request, with `hidden` if the model reads any;
-                each further one stands one position behind the one before. Rows that write to the
+                each further one stands one position after the one before. Rows that write to the
                 dummy slot are padding in all steps.
         """
         positions, slots, kv_lens = self._places(first)

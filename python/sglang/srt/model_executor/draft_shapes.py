@@ -15,7 +15,7 @@ class TreeShape:
 
     Attributes:
         topk: K, children of each node of a beam, and nodes of a beam; at least 1.
-        depth: S, drafts one behind the other at most; at least 1. The first of them come from the
+        depth: S, drafts one after the other at most; at least 1. The first of them come from the
             head's pass over the target's rows, so there are S - 1 draft steps.
         num_drafts: D, nodes of a tree without its root, the certain token; at least 1.
 
@@ -68,7 +68,7 @@ class TreeShape:
         return min(self.depth, self.num_drafts)
 
 
-DraftShape = int | TreeShape  # a chain of so many draft steps, or a tree
+DraftShape = int | TreeShape  # the steps of a chain, or a tree
 
 
 def num_steps_of(shape: DraftShape) -> int:

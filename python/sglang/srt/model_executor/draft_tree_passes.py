@@ -131,7 +131,7 @@ class DraftTreePass:
         return search.trees()
 
     def _children(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K best tokens behind each row of hidden [rows, hidden_size], the best first: the
+        """The K best tokens after each row of hidden [rows, hidden_size], the best first: the
         head's ids [rows, K] int64 and log-probabilities, float32."""
         logits = self._head.compute_logits(hidden, self._layers)
         token_ids, logprobs = self._best_of(logits, self._shape.topk)
@@ -190,7 +190,7 @@ class TorchTreeSearch:
         return slots * (first.slots > 0)[:, None]
 
     def _stacked(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What steps were fed, each of the three of all steps, [N, R, K]."""
+        """Returns what steps were fed, each of the three of all steps, [N, R, K]."""
         if not self._fed:
             shape = 0, len(self._first.positions), self._shape.topk
             empty = self._table.new_empty(shape, dtype=torch.int64)

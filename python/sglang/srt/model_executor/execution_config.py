@@ -1,4 +1,4 @@
-"""What a model runner and its KV memory need to know."""
+"""The settings of a model runner and its KV memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.model_executor.draft_shapes import DraftShape
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """What a model runner and its KV memory need to know. Runners over one memory have the same
+    """The settings of a model runner and its KV memory. Runners over one memory have the same
     `device`, `page_size`, `row_width` and `max_running_requests`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Which CUDA graphs there are, and which one a step replays.
+"""Decides which CUDA graphs there are, and which one a step replays.
 
 There are five kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
 for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`):
@@ -7,8 +7,8 @@ for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`
 - RAGGED, if requests feed a few rows each (look-ahead, drafts to verify), in any mix.
 - UNIFORM instead, if the attention backend can only plan the same number of rows for each request:
   each gets the graph's width, and padding fills the rows that it does not feed.
-- MIXED, if some feed prompts. There are none for so many rows that the device is busy for longer
-  than a launch takes the host; every step of fewer rows finds one.
+- MIXED, if some feed prompts. There are none for steps that keep the device busy longer than a
+  launch takes the host; every step of fewer rows finds one.
 
 - DRAFT_STEPS, for several steps of one row per request at once (`draft_passes.py`).
 
@@ -19,7 +19,7 @@ Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own
 RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
 of which the device alone knows how many rows each request feeds.
 
-Rows and requests of padding write K and V to the dummy slot, and nobody reads their results.
+Rows and requests of padding write K and V to the dummy slot, and their results are not read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FEW_REQUESTS = 8  # whose KV is split among more programs
 
 
 class GraphKeys:
-    """Which graphs there are, and which one a step fits.
+    """The graphs that there are; finds the one that a step fits.
 
     Args:
         support: which batches the attention backend can replay.
@@ -116,7 +116,7 @@ class GraphKeys:
 
     @property
     def have_trees(self) -> bool:
-        """Whether there are graphs for trees."""
+        """Tells whether there are graphs for trees."""
         return any(key.has_tree for key in self.all)
 
     def prefer_cheaper(self, graphs_ms: Mapping[GraphKey, float]) -> None:
@@ -130,8 +130,8 @@ class GraphKeys:
         self._known_smallest.cache_clear()
 
     def is_undercut(self, num_tokens: int, larger: Sequence[int]) -> bool:
-        """Whether steps of so many rows, several of each request, take longer than those of one of
-        these larger numbers of rows, as far as both have prices."""
+        """Tells whether steps of `num_tokens` rows, several of each request, take longer than those
+        of one of these larger numbers of rows, as far as both have prices."""
         costs: dict[int, float] = {}
         for key, cost_ms in self._graphs_ms.items():
             if key.tag not in ONE_ROW:
@@ -141,7 +141,7 @@ class GraphKeys:
         return own_ms is not None and min(others, default=own_ms) < own_ms * (1 - LEAST_SAVING)
 
     def decode_size(self, num_reqs: int) -> int:
-        """Requests of the graph of so many decodes; as many without one."""
+        """Requests of the graph for that number of decodes; as many without one."""
         key = self.find_shape(num_reqs, 1, num_reqs)
         return num_reqs if key is None else key.num_reqs
 

@@ -1,4 +1,4 @@
-"""How many torch threads a step on a CPU uses."""
+"""Sets how many torch threads a step on a CPU uses."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def largest_step(
     prompt_rows: int, decode_rows: int, max_requests: int, row_width: int
 ) -> list[int]:
     """Rows of each request of a step that feeds `prompt_rows` prompt tokens, in as few requests as
-    rows of the page table allow, beside `decode_rows` of every other request. No step of so many
+    rows of the page table allow, beside `decode_rows` of every other request. No step of as many
     prompt tokens has more rows."""
     whole, rest = divmod(prompt_rows, row_width)
     prompts = ([row_width] * whole + [max(rest, decode_rows)] * (rest > 0))[:max_requests]

@@ -1,4 +1,4 @@
-"""How long launches take, on a GPU and on a CPU."""
+"""Measures how long launches take, on a GPU and on a CPU."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a forward pass gives.
+    """The results of a forward pass.
 
     Attributes:
         hidden, taps: see `ModelOutput`.
@@ -93,17 +93,17 @@ class ModelRunner:
 
     @property
     def config(self) -> ExecutionConfig:
-        """What it was made with."""
+        """Returns the settings that it was made with."""
         return self._config
 
     @property
     def is_whole(self) -> bool:
-        """Whether weights and KV pool have their memory."""
+        """Tells whether weights and KV pool have their memory."""
         return not (self.weights.is_released or self.kv_pool.is_released)
 
     @property
     def reads_one_row(self) -> bool:
-        """Whether no step reads more than one row of a request."""
+        """Tells whether no step reads more than one row of a request."""
         return self.model.reads_one_row or self._config.reads_one_row
 
     @property
@@ -163,7 +163,7 @@ class ModelRunner:
         return RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
 
     def _keys(self) -> GraphKeys:
-        """Of all graphs but those of several draft steps."""
+        """Returns the keys of all graphs but those of several draft steps."""
         config, model, capabilities = self._config, self.model, self._capabilities
         steps_alone = bool(config.draft_steps) and not capabilities.captures_plans
         keys = GraphKeys(
@@ -259,23 +259,23 @@ class ModelRunner:
 
     @property
     def graph_keys(self) -> GraphKeys | None:
-        """Which graphs of steps were captured, and which one a step replays; None without
-        graphs."""
+        """Returns the keys of the captured graphs of steps, which say which one a step replays;
+        None without graphs."""
         return None if self._graphs is None else self._graphs.keys
 
     @property
     def draft_graph_keys(self) -> dict[DraftShape, GraphKeys]:
-        """The same of so many draft steps at once."""
+        """The same for graphs of several draft steps."""
         return {} if self._graphs is None else self._graphs.draft_keys
 
     @property
     def graph_memory(self) -> GraphMemory | None:
-        """Of its graphs; None without any."""
+        """Returns the memory of its graphs; None without any."""
         return None if self._graphs is None else self._graphs.memory
 
     @property
     def can_be_part_of_graph(self) -> bool:
-        """Whether steps may run in `as_part_of_graph` now."""
+        """Tells whether steps may run in `as_part_of_graph` now."""
         return self._graphs is not None and self._capabilities.captures_plans and self.is_whole
 
     @contextmanager
@@ -313,7 +313,7 @@ class ModelRunner:
             return ForwardResult(hidden, False, taps)
 
     def assert_ready(self) -> None:
-        """That a step may be launched.
+        """Asserts that a step may be launched.
 
         Raises:
             RuntimeError: if a kernel met a column outside of its row (`ReqToTokenPool.outside`).

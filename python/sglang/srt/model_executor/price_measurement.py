@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # Rows of steps that replay no graph, and rows whose logits are read.
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-# Products are cut into tiles, and a GPU computes so many at a time: prices are no straight line,
+# Products are cut into tiles, and a GPU computes several at a time: prices are no straight line,
 # and more rows may cost less.
 MANY_ROWS = (*range(1152, 2049, 128), 2560, 4096, 8192)
 SLOW_ROWS = MANY_ROWS[0]  # from here on a step takes so long that one run tells its price
@@ -123,7 +123,7 @@ class PriceMeter:
 
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:
-        """Milliseconds of a graph, the least of so many runs after a first one."""
+        """Milliseconds of a graph, the least of several runs after a first one."""
         return min(self._times_ms(self._replay(key), repeats))
 
     # ------------------------------------------------------------ time
@@ -242,7 +242,7 @@ class PriceMeter:
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _chunk_kv_ms(self, num_rows: int, length: int, repeats: int) -> float:
-        """Milliseconds of each token before a chunk of so many rows."""
+        """Milliseconds of each token before a chunk of that many rows."""
         without, with_kv = (
             min(self._times_ms(self._launch([num_rows], kv_len), repeats)) for kv_len in (0, length)
         )
@@ -359,8 +359,8 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
-    """Graphs with a price of their own. Where nobody looks ahead, only steps with prompts are ever
-    priced; draft steps never are.
+    """Graphs with a price of their own. Where no request looks ahead, only steps with prompts are
+    ever priced; draft steps never are.
 
     Args:
         max_width: rows that a request feeds, at most.

@@ -37,12 +37,12 @@ class RunnerGraphs:
 
     @property
     def keys(self) -> GraphKeys:
-        """Of the graphs of steps."""
+        """Returns the keys of the graphs of steps."""
         return self._steps.keys
 
     @property
     def draft_keys(self) -> dict[DraftShape, GraphKeys]:
-        """Of the graphs of several draft steps each."""
+        """Returns the keys of the graphs of several draft steps each."""
         return {shape: graphs.keys for shape, graphs in self._drafts.items()}
 
     @property
@@ -60,13 +60,13 @@ class RunnerGraphs:
         self._steps.rehearse()
 
     def forward(self, batch: ForwardBatch) -> ModelOutput | None:
-        """What the model gives of a step; None if no graph fits it."""
+        """Replays a step and returns the model's output; None if no graph fits it."""
         key = self._steps.key_of(batch)
         return None if key is None else self._wanted_rows(key, batch, self._steps.run(key, batch))
 
     def draft(self, first: ForwardBatch, shape: DraftShape) -> Drafts | DraftedTrees | None:
-        """What draft steps give, see `DraftPass` and `DraftTreePass`; None if no graph fits
-        them."""
+        """Replays draft steps and returns their drafts, see `DraftPass` and `DraftTreePass`; None
+        if no graph fits them."""
         graphs = self._drafts.get(shape)
         key = None if graphs is None else graphs.key_of(first)
         if graphs is None or key is None:
@@ -76,7 +76,7 @@ class RunnerGraphs:
     def _wanted_rows(
         self, key: GraphKey, batch: ForwardBatch, replay: Replay[ModelOutput]
     ) -> ModelOutput:
-        """What the step would have given without a graph, out of what the graph computed."""
+        """Picks what the step would have given without a graph, out of what the graph computed."""
         hidden, taps = replay.results
         num_tokens, wanted = batch.input_ids.shape[0], batch.read_index
         if taps is not None:
@@ -89,7 +89,7 @@ class RunnerGraphs:
 
 
 def keys_of_draft_steps(config: ExecutionConfig, hidden_width: int) -> dict[DraftShape, GraphKeys]:
-    """Of the graphs of several draft steps each.
+    """Returns the keys of the graphs of several draft steps each.
 
     Args:
         hidden_width: of what draft steps read of each row beside its token.

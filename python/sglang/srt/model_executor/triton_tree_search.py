@@ -29,8 +29,8 @@ _GREATEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def _num_before(other_score, other, score, node):
-    """How many of the nodes `other` [m] come before each `node` [n] int32: those with a better
-    score, and of equal ones those with a lower number."""
+    """Counts how many of the nodes `other` [m] come before each `node` [n] int32: those with a
+    better score, and of equal ones those with a lower number."""
     is_equal = (other_score[None, :] == score[:, None]) & (other[None, :] < node[:, None])
     is_before = (other_score[None, :] > score[:, None]) | is_equal
     return tl.sum(is_before.to(tl.int32), 1)
@@ -44,7 +44,7 @@ def _clean(score):
 
 @triton.jit
 def _children(token_ids_ptr, logprobs_ptr, target_ids_ptr, place, exists):
-    """The target's ids, and the probabilities behind their parents."""
+    """The target's ids, and the probabilities after their parents."""
     token = tl.load(token_ids_ptr + place, mask=exists, other=0)
     if target_ids_ptr is not None:
         token = tl.load(target_ids_ptr + token, mask=exists, other=0)
@@ -56,7 +56,7 @@ def _write_step(
     fed_ptr, beam_scores_ptr, token, score, number, row, rank, is_fed, request, level, num_steps,
     fed_stride, TOPK: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the next step is fed, but for places, and what the one after it needs to know."""
+    """Writes what the next step is fed, but for places, and what the one after it needs to know."""
     step = fed_ptr + level * fed_stride
     field = num_steps * fed_stride
     own = request * TOPK + rank
@@ -215,7 +215,7 @@ def best_kernel(
 def triton_tree_search(
     shape: TreeShape, table: torch.Tensor, target_ids: torch.Tensor | None, first: ForwardBatch
 ) -> TreeSearch:
-    """By Triton, or by torch where beams are too wide for that."""
+    """Searches by Triton, or by torch where beams are too wide for that."""
     kind = TorchTreeSearch if shape.topk > MOST_TOPK else TritonTreeSearch
     return kind(shape, table, target_ids, first)
 
@@ -316,5 +316,5 @@ class TritonTreeSearch:
 
 
 def warps_of_beams(num_children: int) -> int:
-    """Of a program that compares so many nodes with each other."""
+    """Returns the warps of a program that compares `num_children` nodes with each other."""
     return 4 if num_children <= 64 else num_children // 16

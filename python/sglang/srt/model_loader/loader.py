@@ -204,7 +204,8 @@ class WeightMismatch(ValueError):
 
 
 class WeightPlaces:
-    """Where in a model each weight of a checkpoint belongs: a parameter, or rows of a fused one.
+    """Finds where in a model each weight of a checkpoint belongs: a parameter, or rows of a fused
+    one.
 
     The places are views: they stay valid as long as the model keeps its parameters' storages.
 
@@ -248,7 +249,7 @@ class WeightPlaces:
         return len(self.names)
 
     def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
-        """What a weight of this shape fills; None for one that is computed here.
+        """Returns the tensor that a weight of this shape fills; None for one that is computed here.
 
         Raises:
             WeightMismatch: if the model has no such weight, or one of another shape.

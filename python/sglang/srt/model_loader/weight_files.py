@@ -85,7 +85,7 @@ def _check_regular(file: Path) -> None:
 
 @contextmanager
 def _copy_in_memory(file: Path) -> Iterator[Path]:
-    """A path to a copy in memory, which nobody else can change.
+    """A path to a copy in memory, which no other code can change.
 
     Raises:
         OSError: if the file cannot be read, or changed meanwhile.

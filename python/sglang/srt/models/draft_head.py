@@ -1,4 +1,4 @@
-"""What heads that draft have in common: one layer over the hidden states of another model, the
+"""The common parts of heads that draft: one layer over the hidden states of another model, the
 target, whose embedding they share, and maybe its output head."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DraftHead(Model):
             self.hot_head = Linear(config.hidden_size, len(config.hot_token_ids), bias=False)
 
     def names(self, zero_if_missing: frozenset[str]) -> CheckpointNames:
-        """Of this head's checkpoints."""
+        """Returns the names in this head's checkpoints."""
         return CheckpointNames(
             prefixes=(("midlayer.", LAYER),),
             ignored=frozenset({"embed_tokens.weight", "t2d"}),
@@ -99,7 +99,7 @@ class DraftHead(Model):
         return embedded
 
     def shared_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        """By the target's output head, of all tokens or of the hot ones, of hidden
+        """Computes logits by the target's output head, of all tokens or of the hot ones, of hidden
         [S, hidden_size]."""
         head = self._target.lm_head if self.hot_head is None else self.hot_head
         return head(hidden, runtime)
@@ -114,7 +114,7 @@ class DraftHead(Model):
 
 
 def layer_spec(config: ModelConfig) -> DecoderSpec:
-    """Of a head's one layer: Llama's."""
+    """Returns the form of a head's one layer: Llama's."""
     bias = config.flag("attention_bias")
     return DecoderSpec(qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
 

@@ -18,7 +18,7 @@ D2T = "d2t"
 
 
 class Eagle3Layer(AttentionAndMLP):
-    """A layer whose attention reads a token's embedding beside the hidden state, each behind a norm
+    """A layer whose attention reads a token's embedding beside the hidden state, each after a norm
     of its own. The hidden state alone is the residual."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -30,7 +30,7 @@ class Eagle3Layer(AttentionAndMLP):
     def fuse(
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads [T, 2 * hidden_size], and the residual [T, hidden_size]."""
+        """Returns what attention reads [T, 2 * hidden_size], and the residual [T, hidden_size]."""
         x, _ = self.input_layernorm(embedded, None, runtime)
         normed, residual = self.hidden_norm(hidden, None, runtime)
         return torch.cat((x, normed), dim=-1), residual

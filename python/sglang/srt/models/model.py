@@ -1,4 +1,4 @@
-"""What a runner runs, and how checkpoints name its weights."""
+"""The contract of models that a runner runs, and the names of their weights in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointNames:
-    """Where a checkpoint's tensors are not just the model's parameters and stored buffers.
+    """Says where a checkpoint's tensors are not just the model's parameters and stored buffers.
 
     Attributes:
         prefixes: beginnings of names, each with what the model has instead.
@@ -74,11 +74,12 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def problem_of(self, name: str, values: torch.Tensor) -> str | None:
-        """What is wrong with the values of a weight that has the right shape and kind of type."""
+        """Describes what is wrong with the values of a weight that has the right shape and kind of
+        type; None if nothing is."""
         return None
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where it drafts for a target: the target's ids of its own tokens, int64 of any shape."""
+        """Maps its own token ids to the target's, if it drafts for one: int64 of any shape."""
         return ids
 
     def forward(

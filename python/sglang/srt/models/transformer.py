@@ -20,7 +20,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """What a family adds to the plain form: no bias, no norm of queries and keys, full attention.
+    """The additions of a family to the plain form: no bias, no norm of queries and keys, full
+    attention.
 
     Attributes:
         qkv_bias: the projections to queries, keys and values have biases.
@@ -113,8 +114,8 @@ class GatedMLP(nn.Module):
 
 
 class AttentionAndMLP(nn.Module):
-    """A layer behind its first norm. Attention and feed-forward are each added to the residual
-    where the norm behind it reads the sum.
+    """A layer after its first norm. Attention and feed-forward are each added to the residual
+    where the norm after it reads the sum.
 
     Args:
         input_size: features that attention reads; None for the hidden size.

@@ -18,7 +18,7 @@ from sglang.srt.speculative.drafter import ComputedStep
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """What a step of R requests fed and left.
+    """The inputs and results of a step of R requests.
 
     Attributes:
         pending: [R, P] int64; tokens that the step leaves without KV.

@@ -1,9 +1,8 @@
-"""How far each request looks ahead: parameters on the device, bounds on the host."""
+"""Holds how far each request looks ahead: parameters on the device, bounds on the host."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,8 @@ from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class LookaheadPlan:
-    """What a step feeds and reads, request by request; known before the step before it is read.
+    """The rows that a step feeds and reads, request by request; known before the step before it is
+    read.
 
     Attributes:
         counts: what of it the device must know.
@@ -104,18 +104,17 @@ class LookaheadRows:
         return Kind(self.emits_only_confirmed[row], round(10 * self.host_thresholds[row]))
 
     def is_adjustable(self, row: int) -> bool:
-        """Whether the length policy may choose a smaller k for the row's request."""
+        """Tells whether the length policy may choose a smaller k for the row's request."""
         return self._limits_all or self.emits_only_confirmed[row]
 
     def upcoming_step(
         self,
         batch: ScheduleBatch,
         longest_pending: int | None,
-        confidences: Mapping[int, Sequence[float]],
         is_packed: bool,
     ) -> UpcomingStep:
-        """What the length policy gets to see of a step; `longest_pending` as for `plan`, the rest
-        as there."""
+        """Returns what the length policy gets to see of a step; `longest_pending` as for `plan`,
+        the rest as there."""
         emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
         kv_tokens = prompt_reqs = 0
         prompts = list[PromptChunk]()
@@ -140,7 +139,6 @@ class LookaheadRows:
             prompt_reqs=prompt_reqs,
             prompts=tuple(prompts),
             num_ended=num_ended,
-            confidences=confidences,
             is_packed=is_packed,
         )
 
@@ -156,10 +154,10 @@ class LookaheadRows:
         accept_lens: list[int],
         num_drafts: list[int],
     ) -> list[Accepted]:
-        """What a step's requests accepted, of those that emit. Called for every step, in order:
-        a request that emits only what is confirmed has the drafts that the step before left it, of
-        which a packed step may feed fewer. With a threshold those count that were predicted: that
-        some were not sure enough is part of its kind. One that sat the step out is left out.
+        """Returns what a step's requests accepted, of those that emit. Called for every step, in
+        order: a request that emits only what is confirmed has the drafts that the step before left
+        it, of which a packed step may feed fewer. With a threshold those count that were predicted:
+        that some were not sure enough is part of its kind. One that sat the step out is left out.
 
         Args:
             num_drafts: R counts of drafts fed; empty where there were none.
@@ -180,7 +178,7 @@ class LookaheadRows:
         return found
 
     def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> LookaheadPlan:
-        """What the next step feeds and reads.
+        """Plans what the next step feeds and reads.
 
         Args:
             limit: the most tokens that an adjustable request may predict.

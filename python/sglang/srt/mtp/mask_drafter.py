@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-from sglang.srt.device_copies import HostCopy
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """What the drafter needs to know.
+    """The settings of the drafter.
 
     Attributes:
         mask_token_id: fed by look-ahead rows; never emitted.
@@ -85,18 +84,15 @@ class MaskDrafter:
         self._lookahead = LookaheadRows(num_rows, device, config.limits_unverified)
         self._ops = ops(state, self._lookahead.thresholds)
         self._unread: deque[_Unread] = deque()
-        self._copies: deque[HostCopy] = deque()  # of confidences, likewise
-        self._confidences: dict[int, list[float]] = {}  # by row
         self._has_warned = False
 
     @staticmethod
     def needs(options: MTPConfig) -> DrafterNeeds:
         policy: type[LengthPolicy] = LENGTH_POLICIES.load(options.length_policy)
-        keeps_confidences = options.packs_rows or policy.wants_confidences
         return DrafterNeeds(
             max_drafts=options.max_k - 1,
             max_rows=2 * options.max_k - 1,
-            max_masks=options.max_k - 1 if keeps_confidences else None,
+            max_masks=options.max_k - 1 if options.packs_rows else None,
             suppressed_token_ids=(options.mask_token_id,),
             needs_prices=policy.needs_prices,
             bypasses_graphs=options.bypasses_graphs,
@@ -119,17 +115,11 @@ class MaskDrafter:
         return PLAIN_WIDTH if k == 1 else StepWidth(2 * k - 1, k - 1, k)
 
     def admit(self, new_rows: list[NewRow]) -> None:
-        for new in new_rows:
-            self._confidences.pop(new.row, None)
         self._lookahead.initialize(new_rows)
 
     def observe(self, result: HostResult) -> None:
         """Tells the length policy how many tokens of the oldest unread step were accepted."""
         step = self._unread.popleft()
-        if self._copies:
-            confidences, pending_lens = (part.tolist() for part in self._copies.popleft().read())
-            for row, values, count in zip(step.rows, confidences, pending_lens, strict=True):
-                self._confidences[row] = values[: count - 1]
         accepted = self._lookahead.accepted(
             step.rows, step.plan, result.accept_lens, result.num_drafts
         )
@@ -161,14 +151,9 @@ class MaskDrafter:
         )
 
     def extend(self, step: ComputedStep) -> None:
-        """The drafts are what the target chose behind its mask tokens."""
+        """The drafts are what the target chose after its mask tokens."""
         if not step.plan.is_plain:
             self._ops.propose(step.chosen, step.accepted)
-        if self._policy.wants_confidences:
-            state, rows = step.state, step.inputs.rows
-            assert state.confidence is not None
-            parts = [state.confidence.drafts[rows], state.pending_lens[rows]]
-            self._copies.append(HostCopy(parts))
         if self._config.bypasses_graphs and not step.forward.used_graph:
             self._warn_of_bypass(step)
 
@@ -192,14 +177,13 @@ class MaskDrafter:
         )
 
     def _budget(self, batch: ScheduleBatch, longest_pending: int | None) -> Budget | None:
-        """What the policy grants requests whose length it may choose; None where none of them looks
-        ahead."""
+        """Returns what the policy grants requests whose length it may choose; None where none of
+        them looks ahead."""
         rows = self._lookahead
         if not any(
             emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
             return None
-        told = {row: self._confidences[row] for row in batch.rows if self._confidences.get(row)}
         is_packed = self._config.packs_rows
-        return self._policy.choose(rows.upcoming_step(batch, longest_pending, told, is_packed))
+        return self._policy.choose(rows.upcoming_step(batch, longest_pending, is_packed))

@@ -1,5 +1,5 @@
-"""What follows from the predictions of mask tokens: how many are accepted unconfirmed (static k and
-conf_adapt), and which become drafts (the lossless mode).
+"""Turns the predictions of mask tokens into accepted tokens (static k and conf_adapt) or into
+drafts (the lossless mode).
 
 "Multi-Token Prediction via Self-Distillation" (arXiv 2602.06019) describes static k and conf_adapt;
 the lossless mode also reads the rows of the pending tokens, which predict those tokens again.
@@ -39,7 +39,7 @@ class MaskOps(Protocol):
 
     def propose(self, chosen: ChosenTokens, accepted: AcceptedTokens) -> None:
         """Writes the drafts of requests that emit only what is confirmed: if all their drafts were,
-        the confident predictions behind the certain token; else there are none."""
+        the confident predictions after the certain token; else there are none."""
 
 
 class TorchMaskOps:
@@ -74,8 +74,8 @@ class TorchMaskOps:
     def _confident_run(
         self, chosen: ChosenTokens, starts: torch.Tensor, lens: torch.Tensor
     ) -> torch.Tensor:
-        """How many rows in a row, of the `lens` [R] rows read from `starts` [R] on, reach their
-        request's threshold: [R] int64."""
+        """Counts how many rows in a row, of the `lens` [R] rows read from `starts` [R] on, reach
+        their request's threshold: [R] int64."""
         offsets = torch.arange(self._state.max_pending, device=starts.device)
         is_confident = offsets < lens[:, None]
         if chosen.probs is not None:

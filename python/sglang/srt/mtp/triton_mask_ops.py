@@ -1,4 +1,5 @@
-"""What follows from the predictions of mask tokens, each in one Triton kernel."""
+"""Turns the predictions of mask tokens into accepted tokens or drafts, each in one Triton
+kernel."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def _confident_run(
     probs_ptr, thresholds_ptr, row, first, count, num_read,
     HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many rows in a row, of the `count` rows read from `first` on, reach the row's threshold;
-    `count` is less than BLOCK."""
+    """Counts how many rows in a row, of the `count` rows read from `first` on, reach the row's
+    threshold; `count` is less than BLOCK."""
     offset = tl.arange(0, BLOCK)
     is_confident = offset < count
     if HAS_PROBS:

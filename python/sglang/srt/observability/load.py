@@ -1,4 +1,5 @@
-"""How full the engine is, from the scheduler's internal state: for `/metrics` and `/v1/loads`."""
+"""Measures how full the engine is, from the scheduler's internal state: for `/metrics` and
+`/v1/loads`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class NamedRequests(logging.Filter):
 
 
 def has_colours(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Tells whether colours may be written: to a terminal that has them, where nobody minds."""
+    """Tells whether colours may be written: to a terminal that has them, where no setting forbids
+    it."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-QUEUE_LINES = 10_000  # beyond it lines are dropped and counted, so a slow disk holds nobody up
+QUEUE_LINES = 10_000  # beyond it lines are dropped and counted, so a slow disk holds up no request
 CLOSE_TIMEOUT_S = 5.0
 
 

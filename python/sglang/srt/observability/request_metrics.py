@@ -52,7 +52,7 @@ class Histogram:
 
 
 class RequestFigures:
-    """Counts all requests of one kind. A prompt with `n` outputs is so many requests.
+    """Counts all requests of one kind. A prompt with `n` outputs counts as n requests.
 
     Attributes:
         num_requests: requests that have ended; num_aborted of them before their end: by a client,

@@ -1,4 +1,4 @@
-"""What an observer of the scheduler is told of each step whose result was read."""
+"""The record that an observer of the scheduler gets of each step whose result was read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:
-    """What a step did to one request.
+    """The effect of a step on one request.
 
     Attributes:
         index: place of the request in the step's batch.

@@ -20,7 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-# Stand behind texts of messages while they are rendered, to be found again: of the one that is
+# Stand after texts of messages while they are rendered, to be found again: of the one that is
 # continued, and of those that are over.
 END_MARK = f"{secrets.token_hex(8).upper()} "
 TURN_MARK = secrets.token_hex(8).upper()
@@ -133,7 +133,7 @@ class ChatTemplate:
         return _cut(self._output({**variables, "messages": marked}))
 
     def render_turn(self, variables: dict[str, Any], continue_final_message: bool = False) -> str:
-        """The end of the prompt, behind all messages that are over: what begins the assistant's
+        """The end of the prompt, after all messages that are over: what begins the assistant's
         message, or that message as far as it goes. Takes and raises what `render` does.
         """
         messages = self._in_its_form(variables)
@@ -171,7 +171,7 @@ class ChatTemplate:
         return [_with_text(message) for message in messages]
 
     def _renders_parts_as_texts(self, variables: dict[str, Any]) -> bool:
-        """Whether a list of one text part gives what its text gives."""
+        """Tells whether a list of one text part gives what its text gives."""
         outputs = []
         for content in (PROBE_TEXT, [{"type": "text", "text": PROBE_TEXT}]):
             probe = [{"role": "user", "content": content}]
@@ -200,7 +200,7 @@ def _texts(parts: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """The message with a mark behind its text, if it has one."""
+    """The message with a mark after its text, if it has one."""
     content = message.get("content")
     if isinstance(content, list):
         *others, last = content

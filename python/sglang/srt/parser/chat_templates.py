@@ -120,7 +120,7 @@ class ChatTemplates:
         return self._files.templates.get(self._files.choose(has_tools=False) or "")
 
     def reads(self, name: str, has_tools: bool) -> bool:
-        """Whether the template for a chat mentions a variable."""
+        """Tells whether the template for a chat mentions a variable."""
         template = self._files.choose(has_tools)
         return template is not None and name in self._files.templates[template]
 
@@ -139,7 +139,7 @@ class ChatTemplates:
 
         Args:
             variables: `messages`, `tools` (None without any) and what else the template reads.
-            is_turn: give only the prompt's end, behind all messages that are over.
+            is_turn: give only the prompt's end, after all messages that are over.
 
         Raises:
             TemplateError: if there is no template, it fails, or takes too much.

@@ -14,7 +14,7 @@ from sglang.srt.parser.held_text import num_held
 
 
 class Outset(Enum):
-    """Where an output begins."""
+    """The state in which an output begins."""
 
     FREE = "reasoning may begin"
     OPEN = "reasoning has begun, and has no text yet"
@@ -28,10 +28,10 @@ class Outset(Enum):
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models marks what it thinks.
+    """The marks by which a family of models shows what it thinks.
 
     Attributes:
-        starts_open: behind a prompt without a mark an output begins with reasoning, whether or not
+        starts_open: after a prompt without a mark an output begins with reasoning, whether or not
             `start` is in it.
     """
 
@@ -44,10 +44,10 @@ class ReasoningFormat:
         return text.partition(self.start)[0].partition(self.end)[0]
 
     def outset_after(self, turn: str) -> Outset:
-        """Where an output begins: the last mark before it decides.
+        """Returns how an output begins: the last mark before it decides.
 
         Args:
-            turn: the end of the prompt, behind all that is over, such as the last user's message.
+            turn: the end of the prompt, after all that is over, such as the last user's message.
         """
         start, end = turn.rfind(self.start), turn.rfind(self.end)
         if start == end:  # there is no mark
@@ -66,7 +66,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 class Parts(NamedTuple):
-    """What is new of an output."""
+    """The new parts of an output."""
 
     reasoning: str = ""
     content: str = ""
@@ -80,7 +80,7 @@ class ReasoningParser:
     Args:
         outset: where the output begins. Reasoning that is open may begin with the start marker.
         gap: what stands between reasoning and content, if that is known; all other white space
-            behind reasoning is the content's.
+            after reasoning is the content's.
     """
 
     def __init__(self, form: ReasoningFormat, outset: Outset, gap: str | None = None) -> None:
@@ -88,24 +88,24 @@ class ReasoningParser:
         self._is_open = outset.is_open
         self._gap = gap
         self._text = ""  # not given out yet
-        self._blanks: list[str] = []  # behind it; they decide nothing
+        self._blanks: list[str] = []  # after it; they decide nothing
         self._at_start = outset is not Outset.AMID
         self._in_reasoning = self._has_reasoned = outset is Outset.AMID
         self._skips_space = False  # white space here is around reasoning
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether reasoning has begun and not ended."""
+        """Tells whether reasoning has begun and not ended."""
         return self._in_reasoning
 
     @property
     def has_begun(self) -> bool:
-        """Whether reasoning has begun, be it over or not."""
+        """Tells whether reasoning has begun, be it over or not."""
         return self._has_reasoned
 
     @property
     def has_ended(self) -> bool:
-        """Whether all that follows is content: reasoning is over, or there was none."""
+        """Tells whether all that follows is content: reasoning is over, or there was none."""
         return not (self._at_start or self._in_reasoning)
 
     def push(self, text: str) -> Parts:
@@ -123,7 +123,7 @@ class ReasoningParser:
         return Parts(reasoning, "" if self._in_reasoning else self._take_content())
 
     def finish(self) -> Parts:
-        """What was held back, at the end of the output."""
+        """Returns what was held back, at the end of the output."""
         text, self._text = "".join((self._text, *self._blanks)), ""
         if self._skips_space:
             text = text.lstrip()

@@ -1,4 +1,4 @@
-"""What crosses between the front end and the process that renders chat templates."""
+"""The messages between the front end and the process that renders chat templates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RenderRequest(msgspec.Struct, kw_only=True):
     """A chat for the template of this name.
 
     Attributes:
-        is_turn: only the end of the prompt is wanted, behind all messages that are over.
+        is_turn: only the end of the prompt is wanted, after all messages that are over.
     """
 
     template: str

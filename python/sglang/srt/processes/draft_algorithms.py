@@ -1,4 +1,4 @@
-"""What `--speculative-algorithm` may name: an entry of `ALGORITHMS` for each that has a draft
+"""The values of `--speculative-algorithm`: an entry of `ALGORITHMS` for each that has a draft
 model. NGRAM, which has none, has flags of its own (`ngram_flags.py`)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ A_MODEL = "a smaller model with the same tokenizer"
 
 
 class Asked(NamedTuple):
-    """What a drafter's options are made of.
+    """The inputs from which a drafter's options are made.
 
     Attributes:
         args: of the server.
@@ -83,7 +83,7 @@ def draft_path(args: ServerArgs, what: str) -> str:
 
 
 def _eagle(architecture: str, asked: Asked) -> EagleConfig:
-    """Of a head with this name in `HEADS` (registry.py)."""
+    """Makes the options of a head with this name in `HEADS` (registry.py)."""
     args, model = asked.args, asked.model
     path = draft_path(args, A_HEAD)
     head = load_head_config(path, architecture, model, args.speculative_token_map, DRAFT_PATH_FLAG)

@@ -1,4 +1,4 @@
-"""What the flags and the model say of grammars."""
+"""Sets up grammars from the flags and the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def grammar_setup(
     eos_token_ids: Iterable[int],
     never_allowed: Iterable[int] = (),
 ) -> GrammarSetup | None:
-    """What the processes get that work on grammars; None if requests may have none.
+    """Returns the settings for the processes that work on grammars; None if requests may have none.
 
     Args:
         never_allowed: ids that nothing may emit.

@@ -49,7 +49,7 @@ NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """What the processes below the command line get.
+    """The settings of the processes below the command line.
 
     Attributes:
         drafter: None where no request looks ahead. `with_drafter` sets it, with what follows.
@@ -63,7 +63,7 @@ class RuntimeConfig:
 
     @property
     def needs(self) -> DrafterNeeds:
-        """What the drafter needs."""
+        """Returns the needs of the drafter."""
         return drafter_needs(self.drafter)
 
     @property
@@ -135,7 +135,7 @@ def resolve(
 
 
 def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
-    """What a drafter needs; `NO_DRAFTS` without one."""
+    """Returns the needs of a drafter; `NO_DRAFTS` without one."""
     if drafter is None:
         return NO_DRAFTS
     kind: DrafterType = DRAFTERS.load(drafter.name)
@@ -200,15 +200,14 @@ def _device(args: ServerArgs, platform: Platform) -> str:
 
 def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) -> PlannerConfig:
     threshold = args.priority_scheduling_preemption_threshold
-    chunk, follows_load, max_step_ms = args.chunked_prefill_size, False, 0.0
+    chunk, max_step_ms = args.chunked_prefill_size, 0.0
     if not isinstance(chunk, int):
-        chunk, follows_load = MAX_CHUNKS[device], True
+        chunk = MAX_CHUNKS[device]
         wished_ms = args.max_step_ms
         max_step_ms = DEFAULT_MAX_STEP_MS[device] if wished_ms is None else wished_ms
     splits = chunk != UNSPLIT
     return PlannerConfig(
         chunked_prefill_size=chunk if splits else context_len,
-        chunks_follow_load=follows_load,
         max_step_ms=max_step_ms,
         bounds_streams_alone=args.max_step_ms is None,
         splits_prompts=splits,
@@ -226,8 +225,8 @@ def _captures_graphs(args: ServerArgs, device: str) -> bool:
 def _drafter(
     args: ServerArgs, model: ModelConfig, environ: Environ, device: str
 ) -> DrafterConfig | None:
-    """That of --speculative-algorithm, else multi-token prediction if the model has a mask token,
-    which is never emitted in either case."""
+    """Returns the drafter of --speculative-algorithm, else multi-token prediction if the model has
+    a mask token, which is never emitted in either case."""
     mask, drafter = drafter_of(args, model, environ)
     if drafter is not None or mask is None:
         return drafter
@@ -262,7 +261,7 @@ def _mtp(args: ServerArgs, mask: int, environ: Environ, device: str) -> MTPConfi
 
 
 def _can_pack(args: ServerArgs, device: str) -> bool:
-    """Whether the device may divide a step's rows among its requests without a wait."""
+    """Tells whether the device may divide a step's rows among its requests without a wait."""
     backend = ATTENTION_BACKENDS.load(attention_backend_of(args, device))
     is_small = args.max_running_requests <= MAX_REQUESTS and args.mtp_max_k - 1 <= MAX_MASKS
     return is_small and bool(backend.capabilities().reads_q_starts)

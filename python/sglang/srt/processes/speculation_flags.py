@@ -127,7 +127,7 @@ class Tiers(NamedTuple):
 
 
 def _tiers(args: ServerArgs, simulates_acceptance: bool, tree: TreeShape | None) -> Tiers:
-    """How many drafts requests get; of a tree, one behind the other."""
+    """Returns the numbers of drafts that requests may get; of a tree, the drafts along one path."""
     if tree is not None:
         return Tiers("fixed", TierOptions(tree.depth, tree.depth))
     num_steps = _num_steps(args)
@@ -155,7 +155,7 @@ def _tiers(args: ServerArgs, simulates_acceptance: bool, tree: TreeShape | None)
 
 
 def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
-    """What `--speculative-adaptive` and its flags say.
+    """Returns the tiers that `--speculative-adaptive` and its flags ask for.
 
     Args:
         num_steps: of `--speculative-num-steps`, or what is taken without it.
@@ -202,7 +202,7 @@ def adaptive_strategy(args: ServerArgs) -> str | None:
 
 
 def _tile_spec_cache(args: ServerArgs, simulates_acceptance: bool) -> Path | None:
-    """Where `--tile-spec` keeps prices; None without it."""
+    """Returns the path where `--tile-spec` keeps prices; None without it."""
     if not args.tile_spec:
         if args.tile_spec_cache_dir is not None:
             raise ConfigError("--tile-spec-cache-dir needs --tile-spec.")

@@ -1,4 +1,4 @@
-"""What the worker of a server is made of, and what the scheduler goes by beside it."""
+"""Makes the worker of a server, and what the scheduler goes by beside it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def measure_prices(
 
 
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
-    """How many prompt tokens a step feeds."""
+    """Makes the budget of prompt tokens of a step."""
     planner = config.scheduler.planner
     return make_budget(
         planner.chunked_prefill_size, planner.max_step_ms, prices, planner.bounds_streams_alone
@@ -118,7 +118,7 @@ def make_worker(
         kind: DrafterType = DRAFTERS.load(drafter.name)
         clock = step_clock(needs, target.device)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices, clock))
-    if checks_kv:  # from here on: a drafter may have measured steps of nobody
+    if checks_kv:  # from here on: a drafter may have measured steps of no request
         check_kv(runners, state, needs.token_shift)
     confirm: Confirm | None = _simulated(simulated_accept_len, needs, state.committed.device)
     if confirm is None and drafter is not None:
@@ -129,7 +129,8 @@ def make_worker(
 
 
 def step_clock(needs: DrafterNeeds, device: torch.device) -> StepClock | None:
-    """What times the steps of a worker with this drafter; None: nobody would ask it."""
+    """Returns the clock that times the steps of a worker with this drafter; None if it would not be
+    asked."""
     return GpuStepClock() if needs.times_steps and device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""What an output must match."""
+"""The grammar that an output must match."""
 
 from __future__ import annotations
 

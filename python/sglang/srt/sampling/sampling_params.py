@@ -50,7 +50,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         mtp_conf_threshold: tau, as part of the strategy or here.
         mtp_verify: accept only what one token per step would have given.
         spaces_between_special_tokens: only tokenizers that put such spaces heed it.
-        stream_interval: a stream gets a chunk every so many tokens; None: the server's.
+        stream_interval: a stream gets a chunk each time it has that many tokens; None: the
+            server's.
         json_schema, regex, ebnf, structural_tag: what the output must match; one of them at most.
             `json_schema` is the text of a schema, `structural_tag` that of an object.
         return_top_p_token_ids: the answer has the tokens that top_p, top_k and min_p kept where
@@ -125,12 +126,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output must match; None for anything."""
+        """Returns the grammar that the output must match; None for anything."""
         return next(iter(self.grammars), None)
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether the model's end-of-text ids end the output. A grammar has no other end."""
+        """Tells whether the model's end-of-text ids end the output. A grammar has no other end."""
         return not self.ignore_eos or self.grammar is not None
 
     @property
@@ -148,7 +149,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits change before a token is drawn from them."""
+        """Tells whether logits change before a token is drawn from them."""
         return self.has_penalties or bool(self.logit_bias) or self.min_new_tokens > 0
 
     @property
@@ -158,12 +159,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     @property
     def emits_only_confirmed(self) -> bool:
-        """Whether each token is one that the model draws behind all those before it."""
+        """Tells whether each token is one that the model draws after all those before it."""
         return self.mtp_verify or not self.mtp_enabled
 
     @property
     def reports_steps(self) -> bool:
-        """Whether the client wants to know how many tokens each step gave."""
+        """Tells whether the client wants to know how many tokens each step gave."""
         return self.mtp_enabled
 
     @property

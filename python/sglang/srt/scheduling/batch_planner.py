@@ -33,7 +33,6 @@ class PlannerConfig:
 
     Attributes:
         chunked_prefill_size: prompt tokens in a step, at most.
-        chunks_follow_load: fewer where requests decode: see `max_step_ms`. If not, always so many.
         max_step_ms: what a step may take in which requests decode, by its price; 0 is no bound.
         bounds_streams_alone: it holds only while a running or waiting request streams.
         preemption_threshold: orders by priority, and lets a waiting request push aside a running
@@ -44,7 +43,6 @@ class PlannerConfig:
     """
 
     chunked_prefill_size: int
-    chunks_follow_load: bool = False
     max_step_ms: float = 0.0
     bounds_streams_alone: bool = False
     max_running_requests: int
@@ -169,8 +167,8 @@ class BatchPlanner:
             self._retract(victims.pop(0))
 
     def _would_fit_without(self, victims: list[Req], first: Req) -> bool:
-        """Whether retracting all victims can make room. Prefixes that they share with others stay,
-        so it may turn out to be too little."""
+        """Tells whether retracting all victims can make room. Prefixes that they share with others
+        stay, so it may turn out to be too little."""
         others = [req for req in self._lifecycle.running if req not in victims]
         num_pages = sum(len(req.kv.pages) for req in victims if req.kv is not None)
         return self._admission.fits(first, others, num_pages * self._ledger.page_size)
@@ -192,7 +190,7 @@ class BatchPlanner:
     def _admit_newcomers(self, feed: PromptFeed, admits: bool) -> None:
         """Lets waiting requests in, in their order. While a prompt is read that does not end in the
         step, shorter ones may pass those that would have to wait for it; row and slots of the first
-        of these are kept for it. Nobody passes one for which the share is saved."""
+        of these are kept for it. No request passes one for which the share is saved."""
         waiting, running = self._lifecycle.startable, self._lifecycle.running
         if not waiting or not self.has_room() or feed.num_for_newcomer == 0:
             return
@@ -229,13 +227,14 @@ class BatchPlanner:
         return len(tokens) - self._ledger.cached_prefix(req.namespace, cacheable)[0]
 
     def has_room(self, num_kept: int = 0) -> bool:
-        """Whether one more request could run, as far as rows go, if some are kept for others."""
+        """Tells whether one more request could run, as far as rows go, if `num_kept` are kept for
+        others."""
         is_full = len(self._lifecycle.running) + num_kept >= self._config.max_running_requests
         return not is_full and self._ledger.num_free_rows > num_kept
 
     def num_places(self) -> int:
-        """How many waiting requests could run now or as soon as the step in flight is read, as far
-        as rows go; none while the first of them finds no room in the pool."""
+        """Returns how many waiting requests could run now or as soon as the step in flight is read,
+        as far as rows go; none while the first of them finds no room in the pool."""
         waiting, running = self._lifecycle.startable, self._lifecycle.running
         num_places = self._config.max_running_requests - len(running)
         if num_places <= 0 or not waiting:

@@ -82,7 +82,7 @@ class GrammarConstraint:
         return AllowedTokens(rows, torch.from_numpy(np.concatenate(masks)), most)
 
     def _unread_tokens(self) -> dict[int, list[int]]:
-        """By request: what the step in flight gives it. Waits for that step."""
+        """Returns, by request, the tokens that the step in flight gives it. Waits for that step."""
         restricted = {req.req_id for req in self._reqs}
         step = self._unread
         if step is None or restricted.isdisjoint(row.req.req_id for row in step.rows):

@@ -39,7 +39,7 @@ class LogprobsAndHiddenPlan:
         return num_scored, num_hidden
 
     def logprob_plan(self) -> LogprobPlan | None:
-        """None when nobody wants any."""
+        """None when none are wanted."""
         if not self._emitting and not self._prompt_rows:
             return None
         return LogprobPlan(
@@ -146,7 +146,7 @@ def positions_logprobs(
 
 
 def _columns(rows: list[list[T]], count: int) -> list[list[T]]:
-    """The first so many of rows that are as long as one another."""
+    """The first rows, all of one length."""
     return [row[:count] for row in rows] if rows and len(rows[0]) > count else rows
 
 

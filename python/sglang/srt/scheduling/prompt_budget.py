@@ -1,6 +1,5 @@
-"""How many prompt tokens a step feeds: all that fit, or as many as keep it short for those who
-decode in it. Decides from prices of steps and from what it is told that steps took; reads no clock.
-"""
+"""Decides how many prompt tokens a step feeds: all that fit, or as many as keep it short for those
+who decode in it. Goes by prices of steps and the times that it hears of; reads no clock."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk
 
-# However long the step gets, so many prompt tokens are fed in it, so that every prompt is read some
-# time. Up to so many rows a GPU's matrix products are bound by reading the weights: they cost next
-# to nothing beside the decodes.
+# However long the step gets, this many prompt tokens are fed in it, so that every prompt ends some
+# time. Up to this many rows a GPU's matrix products are bound by reading the weights: they cost
+# next to nothing beside the decodes.
 MIN_PROMPT_TOKENS = 128
 # What steps take, over their price, is followed quickly upwards and slowly downwards: by these
 # shares of the difference in each step. A step that took longer than MAX_EXCESS met something that
@@ -25,7 +24,7 @@ PRICE_MARGIN = 1.05  # steps of the same price do not all take the same
 # the first one of a step. So prompts begin to decode one after the other, and end so: in a closed
 # loop as many come in a step as end in one. All at once would end at once.
 SHARE_OF_OTHERS = 1 / 3
-# A GPU computes products of many rows in tiles of so many; part of a tile costs as much as all.
+# A GPU computes products of many rows in tiles of this size; part of a tile costs as much as all.
 ROW_TILE = 128
 
 
@@ -49,7 +48,7 @@ class DecodeLoad(NamedTuple):
 
 
 class PromptAllowance:
-    """What one step may feed of prompts. Is asked and told prompt by prompt.
+    """The prompt tokens that one step may feed. Is asked and told prompt by prompt.
 
     Args:
         max_tokens: prompt tokens, at most.
@@ -67,7 +66,7 @@ class PromptAllowance:
     def room_for(
         self, position: int, num_left: int, num_lookahead: int = 0, comes_along: bool = False
     ) -> int:
-        """How many tokens of a prompt the step can feed now.
+        """Returns how many tokens of a prompt the step can feed now.
 
         Args:
             position: of its next token.
@@ -83,7 +82,7 @@ class PromptAllowance:
 
     @property
     def price_ms(self) -> float | None:
-        """What the step is expected to cost; None without a limit or prompts."""
+        """Returns the expected time of the step, in ms; None without a limit or prompts."""
         return None if self._step is None or self.num_taken == 0 else self._step.price_ms
 
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
@@ -121,10 +120,10 @@ class FixedBudget:
 
 
 class BoundedBudget:
-    """Gives `max_tokens` where nobody would see a gap between tokens; otherwise to the first prompt
-    as many as keep the step within `max_step_ms`, and to those that come along with it up to
-    SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where nobody decodes, the first prompt has no
-    bound.
+    """Gives `max_tokens` where no client would see a gap between tokens; otherwise to the first
+    prompt as many as keep the step within `max_step_ms`, and to those that come along with it up to
+    SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where no request decodes, the first prompt has
+    no bound.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     what steps take is compared with what they were expected to cost.
@@ -215,7 +214,7 @@ class Ladders:
 
 
 class BoundedStep:
-    """What a step costs while prompts are added to it.
+    """The cost of a step while prompts are added to it.
 
     Args:
         max_ms: what it may cost.
@@ -246,7 +245,7 @@ class BoundedStep:
 
     @property
     def price_ms(self) -> float:
-        """Of the step as it is."""
+        """Returns the price of the step as it is, in ms."""
         prices, widest = self._ladders.prices, self._ladders.sizes[-1]
         rows_ms = prices.rows_ms(self._num_reqs, widest, self._num_rows)
         return rows_ms + prices.head.at(self._num_read) + self._attention_ms
@@ -296,7 +295,7 @@ class _Offer:
     prices: PriceTable
 
     def cost_ms(self, count: int, rung: Rung) -> float:
-        """Of the step's rows and the prompt's attention."""
+        """Returns the cost of the step's rows and of the prompt's attention, in ms."""
         share = 0.0
         if rung.last_ms != rung.first_ms:
             share = (self.others + count - rung.below - 1) / (rung.num_rows - rung.below - 1)
@@ -327,7 +326,7 @@ class _Offer:
         return fewer if fewer > max(rung.below - self.others, 0) else count
 
     def is_better(self, fewer: int, rung: Rung, count: int, padded: Rung) -> bool:
-        """Whether a step whose graph `fewer` tokens fill feeds more of them in a time than one of
+        """Tells whether `fewer` tokens, which fill their graph, have a higher throughput than
         `count` tokens in the next graph, which attention keeps them from filling."""
         if fewer <= 0:
             return False

@@ -103,7 +103,7 @@ class Req:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt rows are still to be launched. Needs `kv`."""
+        """Tells whether prompt rows are still to be launched. Needs `kv`."""
         return self.committed_bound < len(self.fill_ids)
 
     @property
@@ -113,7 +113,8 @@ class Req:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the steps in flight end it: they reach max_new_tokens even at one token each."""
+        """Tells whether the steps in flight end it: they reach max_new_tokens even at one token
+        each."""
         return self.num_inflight_emits >= max(self.num_remaining, 1)
 
     @property
@@ -199,7 +200,7 @@ class LaunchedStep:
     """A step whose result is not read yet.
 
     Attributes:
-        price_ms: what it was expected to cost; None if nobody asked.
+        price_ms: what it was expected to cost; None if not asked.
     """
 
     rows: list[LaunchedRow]

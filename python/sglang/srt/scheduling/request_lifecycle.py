@@ -69,17 +69,17 @@ class RequestLifecycle:
 
     @property
     def holds_kv(self) -> bool:
-        """Whether any request has KV, the ending ones included."""
+        """Tells whether any request has KV, the ending ones included."""
         return bool(self.running or self._ending)
 
     @property
     def has_started_requests(self) -> bool:
-        """Whether a request that has not ended has run, and so may have output."""
+        """Tells whether a request that has not ended has run, and so may have output."""
         return bool(self.running) or any(req.was_admitted for req in self.waiting)
 
     @property
     def awaits_finish(self) -> bool:
-        """Whether a request is alive of those that `mark_to_finish` has named."""
+        """Tells whether a request is alive of those that `mark_to_finish` has named."""
         return any(req.must_finish for req in (*self.running, *self.waiting))
 
     @property

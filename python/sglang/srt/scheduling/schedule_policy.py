@@ -1,4 +1,5 @@
-"""Which requests run: order of the queue, admission by KV budget, choice of whom to retract."""
+"""Decides which requests run: order of the queue, admission by KV budget, choice of whom to
+retract."""
 
 from __future__ import annotations
 
@@ -43,14 +44,15 @@ class NewTokenRatio:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """Whether a waiting request fits beside the running ones. All figures in tokens."""
+    """Decides whether a waiting request fits beside the running ones. All figures in tokens."""
 
     ledger: KVLedger
     ratio: NewTokenRatio
 
     def fits(self, req: Req, running: list[Req], num_freed: int = 0) -> bool:
-        """Whether there is room once `num_freed` slots more are free; below 0, so many are kept for
-        others. A request alone always fits: larger ones are refused on arrival."""
+        """Tells whether there is room once `num_freed` slots more are free; below 0, -num_freed
+        slots are kept for others. A request alone always fits: larger ones are refused on
+        arrival."""
         if not running:
             return True
         set_aside = sum(self._still_needed(other) for other in running)

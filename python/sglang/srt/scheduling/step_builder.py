@@ -106,9 +106,9 @@ class StepBuilder:
 
 
 class PromptFeed:
-    """Adds prompts to a step in their order, all behind the first as far as they may come along
+    """Adds prompts to a step in their order, all after the first as far as they may come along
     (`PromptAllowance.room_for`). One that cannot end in the step is held back: those
-    behind it that can end get ENDING_SHARE of the step's prompt tokens, and it gets all the rest.
+    after it that can end get ENDING_SHARE of the step's prompt tokens, and it gets all the rest.
     For one that could end if it had more than this share, the share is saved from step to step.
 
     Args:
@@ -150,7 +150,7 @@ class PromptFeed:
 
     def saves_for(self, req: Req, position: int, num_left: int) -> bool:
         """Saves for a prompt that the share is too small for, if it could end in this step. From
-        then on nobody gets anything of the share: it would never be enough."""
+        then on no prompt gets any of the share: it would never be enough."""
         room = self._allowance.room_for(position, num_left, req.width.lookahead_rows)
         self._saves = self._saves or room == num_left
         return self._saves

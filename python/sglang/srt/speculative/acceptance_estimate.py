@@ -1,4 +1,4 @@
-"""How many of the tokens that are predicted will be accepted, and how sure that is."""
+"""Estimates how many predicted tokens will be accepted, and how sure that is."""
 
 from __future__ import annotations
 
@@ -68,15 +68,6 @@ class Survival:
         self._tried[j] *= share
         self._kept[j] *= share
 
-    def mean_lengths(self, longest: int) -> list[float]:
-        """The means of `runs`."""
-        survival, chance, means = PRIOR_SURVIVAL, 1.0, [1.0]
-        for tried, kept in zip(self._tried[: longest - 1], self._kept, strict=False):
-            survival = (kept + PRIOR_TRIALS * survival) / (tried + PRIOR_TRIALS)
-            chance *= survival
-            means.append(means[-1] + chance)
-        return means
-
     def runs(self, longest: int) -> list[Estimate]:
         """Lengths of runs of at most 1, 2, ... `longest` tokens; their variance is that of products
         of independent shares (Greenwood)."""
@@ -90,7 +81,7 @@ class Survival:
             chance *= survival
             mean += chance
             chances.append(chance)
-            # Without a failure among so many trials, one in as many may still fail.
+            # Without a failure among that many trials, one in as many may still fail.
             variances.append(max(1.0 - survival, 1.0 / trials) / (survival * trials))
             tail = variance = 0.0
             for i in range(j, -1, -1):

@@ -1,4 +1,4 @@
-"""What `--speculative-adaptive-config` says: which steps batches of each size may have. No torch.
+"""Reads `--speculative-adaptive-config`: the steps that batches of each size may have. No torch.
 
     {
       "update_interval": 5,
@@ -7,7 +7,7 @@
     }
 
 A key that is an integer is a slot: the least batch size that it serves, up to the next slot. The
-first slot serves smaller batches too. Steps are tokens drafted one behind the other; 0 drafts none.
+first slot serves smaller batches too. Steps are tokens drafted one after the other; 0 drafts none.
 What a slot leaves out it has from the entry of that name beside the slots, else from `NUMBERS`.
 """
 
@@ -46,7 +46,7 @@ class AdaptiveConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NumberRule:
-    """A number of the file: what it is if nobody gives it, and what it may be."""
+    """A number of the file: what it is if not given, and what it may be."""
 
     default: float
     allowed: str  # for people
@@ -74,7 +74,7 @@ CANDIDATES = "candidate_steps"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveSlot:
-    """How batches of some sizes choose their steps; `next_steps` has the rule.
+    """Says how batches of some sizes choose their steps; `next_steps` has the rule.
 
     Attributes:
         min_batch_size: requests of the smallest batch, as the file has it.
@@ -113,7 +113,7 @@ class AdaptiveConfig:
         return max(0, above - 1)
 
     def candidates(self, batch_size: int) -> tuple[int, ...]:
-        """All steps that batches of so many requests may ever have, ascending."""
+        """All steps that batches of this size may ever have, ascending."""
         return self.slots[self.slot_index(batch_size)].candidate_steps
 
     @property
@@ -122,7 +122,7 @@ class AdaptiveConfig:
         return tuple(sorted({steps for slot in self.slots for steps in slot.candidate_steps}))
 
     def batch_sizes(self, steps: int) -> tuple[range, ...]:
-        """Of the batches that may have so many steps."""
+        """Returns the ranges of batch sizes that may have `steps` steps."""
         first = 1
         found = []
         for slot, end in zip(self.slots, [*self._starts[1:], MAX_BATCH_SIZE], strict=True):
@@ -136,7 +136,7 @@ class AdaptiveConfig:
         return [slot.min_batch_size for slot in self.slots]
 
     def warnings(self) -> list[str]:
-        """What is allowed and hardly meant; one line each, that names the slot."""
+        """Returns a line for each setting that is allowed and hardly meant; it names the slot."""
         return [
             f'slot "{slot.min_batch_size}": down_hysteresis {slot.down_hysteresis:g} is above'
             f" up_hysteresis {slot.up_hysteresis:g}, so while correct drafts lie between the two"
@@ -230,7 +230,7 @@ def _json_value(data: bytes, place: str) -> Any:
 
 
 def _integer(digits: str) -> float:
-    """An int, or a float if no entry allows so many digits. Python refuses to make an int of
+    """An int, or a float if no entry allows as many digits. Python refuses to make an int of
     thousands of digits, and its error could not name the entry."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
@@ -304,7 +304,7 @@ def _number(entries: dict[str, Any], key: str, default: float, place: str) -> An
 
 
 def _shown(value: Any) -> str:
-    """What the file says, on one line; of objects and lists only what they are."""
+    """Shows a value of the file on one line; of objects and lists only their kind."""
     if isinstance(value, _Object):
         return "an object"
     if isinstance(value, list):

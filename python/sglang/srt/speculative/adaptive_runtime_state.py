@@ -34,14 +34,14 @@ class AdaptiveController:
         self.settled = self.activate_step_by_batch(1)
 
     def activate_step_by_batch(self, batch_size: int) -> int:
-        """The tier of the next round of so many requests: that of the size they are padded to."""
+        """The tier of the next round of a batch: that of the size they are padded to."""
         self.settled = self.params.get_steps_for_batch(self._graph_size(batch_size))
         return self.settled
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int
     ) -> None:
-        """Hears a round that was drafted with so many steps."""
+        """Hears a round that was drafted with `steps` steps."""
         size = self._graph_size(batch_size)
         self.params.on_verify_complete(num_correct_drafts_per_req, size, steps=steps)
 

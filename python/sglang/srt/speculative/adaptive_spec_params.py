@@ -1,11 +1,12 @@
-"""How many tokens a head drafts, by how many of its drafts were right lately. No torch, no clock.
+"""Chooses how many tokens a head drafts, by how many of its drafts were right lately. No torch, no
+clock.
 
 Each range of batch sizes is a slot (`adaptive_config`) with steps and a moving average of its own.
 A round is one verification of a batch's drafts. One of the slot's own steps is counted:
 
     ema = (1 - ema_alpha) * ema + ema_alpha * (mean of correct drafts per request)
 
-The token that the model gives behind correct drafts is not one of them. A slot decides after
+The token that the model gives after correct drafts is not one of them. A slot decides after
 `warmup_batches` rounds and `update_interval` more, and then each `update_interval` rounds, by
 `next_steps`. Without drafts there is nothing to average, so `ema` stays; such rounds are counted.
 """
@@ -25,7 +26,7 @@ from sglang.srt.speculative.adaptive_config import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotState:
-    """What a slot has come to.
+    """The state that a slot has reached.
 
     Attributes:
         steps: of its rounds from now on, one of its candidates.
@@ -122,8 +123,6 @@ class AdaptiveSpeculativeParams:
     Attributes:
         config: what the file says.
         candidate_steps: those of all slots, ascending, each once.
-        num_switches: decisions that gave a slot other steps. That batches of other sizes come, and
-            have other steps, is no switch.
     """
 
     def __init__(
@@ -145,11 +144,10 @@ class AdaptiveSpeculativeParams:
         """
         self.config = read_adaptive_config(cfg_path) if config is None else config
         self.candidate_steps = self.config.candidate_steps
-        self.num_switches = 0
         self._states = [first_state(slot, initial_steps) for slot in self.config.slots]
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        """Steps of the next round of a batch of so many requests; 0 means a plain step."""
+        """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:
@@ -184,6 +182,4 @@ class AdaptiveSpeculativeParams:
         mean = sum(num_correct_drafts_per_req) / len(num_correct_drafts_per_req)
         after = state_after_round(before, self.config.slots[index], mean)
         self._states[index] = after
-        has_switched = after.steps != before.steps
-        self.num_switches += has_switched
-        return has_switched
+        return after.steps != before.steps

@@ -1,5 +1,5 @@
-"""Which drafts of a step are confirmed: those that the target's own tokens equal, those that are
-probable enough, or, for benchmarks, so many."""
+"""Confirms drafts of a step: those equal to the target's own tokens, those that are probable
+enough, or, for benchmarks, a chosen number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang.srt.step.step_ops import READ_START, LookaheadLayout, RowLayout
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What the target says of a step with look-ahead.
+    """The target's tokens and probabilities in a step with look-ahead.
 
     Attributes:
         layout: with look-ahead.
@@ -55,7 +55,7 @@ class Confirm(Protocol):
             max_rows: at least the pending rows of any request, and the tokens that it may accept.
 
         Returns:
-            The drafts confirmed, and [S] int64: the token to emit behind each row kept; None where
+            The drafts confirmed, and [S] int64: the token to emit after each row kept; None where
             these are the target's own.
         """
 
@@ -85,10 +85,10 @@ class ConfirmEqual:
 class ConfirmByThresholds:
     """Confirms drafts of sampled requests that are probable enough; all else as `ConfirmEqual`.
 
-    Let p be the distribution that the target's token is drawn from behind a row: after penalties,
+    Let p be the distribution that the target's token is drawn from after a row: after penalties,
     temperature and filters. The draft x that follows the row is confirmed if p(x) > 0, and coin <
     p(x) / acc or p(x) >= single. Of several drafts that follow a row the first such one is, where
-    in place of p(x) / acc stands the sum of p over x and those before it, divided by acc. Behind
+    in place of p(x) / acc stands the sum of p over x and those before it, divided by acc. After
     the last row kept the token is drawn from p, without the drafts that were refused there. With
     thresholds below 1 tokens do not follow p.
 
@@ -122,7 +122,7 @@ class ConfirmByThresholds:
         lookahead, starts = target.lookahead, layout.per_request[READ_START]
         num_reads, num_pending = len(reads.index), lookahead.num_pending
         first = starts.clamp(max=num_reads - 1)
-        # Without drafts a token is drawn as in a step in which nobody has any.
+        # Without drafts a token is drawn as in a step in which no request has any.
         is_drafted = (sampling.temperature[first] > 0) & (num_pending > 1)
         is_node = is_drafted[reads.request] & (reads.offset < num_pending[reads.request])
         if lookahead.parents is None:
@@ -152,7 +152,7 @@ class ConfirmByThresholds:
             path=torch.where(is_drafted[:, None], drawn.path, equal.path),
             next_token=torch.where(is_drafted, drawn.next_token, equal.next_token),
         )
-        # Behind each row of the path its next draft, behind the last the token that was drawn.
+        # After each row of the path its next draft, after the last the token that was drawn.
         following = torch.nn.functional.pad(drawn.path[:, 1:], (0, 1), value=-1).to(torch.int64)
         drafts = fed[(starts[:, None] + following).clamp(0, num_reads - 1)]
         tokens = torch.where(following >= 0, drafts, drawn.next_token[:, None])

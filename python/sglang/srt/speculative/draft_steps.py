@@ -1,9 +1,9 @@
 """The draft steps of a drafter with a model of its own: between two steps of the target, that model
-runs a few times over one row of each request, behind all that the target has kept.
+runs a few times over one row of each request, after all that the target has kept.
 
-They need slots, which the scheduler reserves for the target's step: for N draft steps behind up to
+They need slots, which the scheduler reserves for the target's step: for N draft steps after up to
 K rows kept, `StepWidth.decode_rows` is K + N, `StepWidth.lookahead_rows` is N, and
-`DrafterNeeds.extra_slots` is N. What a draft step writes lies behind the watermark, and the rows of
+`DrafterNeeds.extra_slots` is N. What a draft step writes lies after the watermark, and the rows of
 the next step overwrite it. Where each step feeds several rows of a request, as those of trees do, N
 is the number of these rows in all steps.
 """
@@ -95,7 +95,7 @@ def drafts_of_requests(
 
 
 def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: int) -> DraftSteps:
-    """The draft steps behind a step of the target, of the requests that are to have drafts
+    """The draft steps after a step of the target, of the requests that are to have drafts
     (`RowPlan.next_drafts`), one at least. Nothing here waits for the device."""
     batch, table = step.batch, page_table.req_to_token
     requests = [i for i, count in enumerate(step.plan.next_drafts) if count]

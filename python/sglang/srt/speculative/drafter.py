@@ -8,7 +8,7 @@ A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs
 3. Drafts that equal the target's tokens are confirmed, along a chain or a path of a tree, and the
    watermark moves over them. `speculative/confirm.py` has other rules.
 4. `extend`: the drafter's own models run over the rows that the target was fed.
-5. `propose`: the drafter writes drafts behind the new certain token, for the next step.
+5. `propose`: the drafter writes drafts after the new certain token, for the next step.
 
 Nothing of this waits for the device; `observe` hears each result one step later.
 """
@@ -38,23 +38,22 @@ from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What a step of R requests feeds and reads, as far as the host knows.
+    """The rows that a step of R requests feeds and reads, as far as the host knows.
 
     Attributes:
         counts: rows, of each request the most.
         max_pending: pending rows of any request that the target may confirm, the certain token's
             counted, at most.
         max_accepted: tokens that any request may be given, at most.
-        lookahead_token: what rows behind the pending tokens feed.
+        lookahead_token: what rows after the pending tokens feed.
         wants_probs: the drafter looks at `ComputedStep.probs`.
         wants_paths: of trees, results carry the confirmed paths (`GenerationBatchResult.paths`).
-        accepts_unconfirmed: of requests that emit what nothing has confirmed (see `StepCounts`),
-            how many tokens are accepted: [R] int64, 1 at least, from the step's choice; what it
-            says of other requests is not looked at. None: there are no such requests.
+        accepts_unconfirmed: for unverified requests (see `StepCounts`): tokens accepted, [R] int64,
+            at least 1, from the step's choice; ignored for others. None: no such requests.
         tier: what a length policy chose; results carry it.
         next_drafts: R counts of drafts that `propose` gives, where the host knows them; empty: it
             does not.
-        rests: the drafter's models are left out of the step, which nobody's drafts follow.
+        rests: the drafter's models are left out of the step, which no drafts follow.
     """
 
     counts: StepCounts
@@ -70,17 +69,17 @@ class RowPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nobody looks ahead."""
+        """Tells whether no request looks ahead."""
         return self.counts.is_plain
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """What the target chose after the S rows read of a step.
+    """The tokens that the target chose after the S rows read of a step.
 
     Attributes:
         layout: the step's rows; `layout.reads` says which row each token follows.
-        targets: [S] int64; once drafts are confirmed, the token to emit behind each row kept.
+        targets: [S] int64; once drafts are confirmed, the token to emit after each row kept.
         probs: [S] float32; probability of each row's best token; None unless
             `RowPlan.wants_probs`.
     """
@@ -112,8 +111,8 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class ExtendedStep:
-    """A step behind `Drafter.extend`: all that `Drafter.propose` may look at. Nothing on the device
-    has a shape that depends on how many drafts the step verified, so that proposals behind all
+    """A step after `Drafter.extend`: all that `Drafter.propose` may look at. Nothing on the device
+    has a shape that depends on how many drafts the step verified, so that proposals after all
     steps can be one CUDA graph.
 
     Attributes:
@@ -131,13 +130,13 @@ class ExtendedStep:
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What a drafter is made of.
+    """The parts that a drafter is made of.
 
     Attributes:
         options: what `DrafterConfig.options` holds.
-        runners: of the target and, behind it, of `DrafterType.models`.
+        runners: of the target and, after it, of `DrafterType.models`.
         state: the device rows, with the token table.
-        prices: of steps; None where nobody measures any.
+        prices: of steps; None where none are measured.
         clock: times the worker's steps where `DrafterNeeds.times_steps` asks for it and the device
             can tell; times pile up until they are taken (`StepClock.ended`).
     """
@@ -150,7 +149,7 @@ class DrafterParts:
 
 
 class DrafterType(Protocol):
-    """What `DRAFTERS` names: a class of drafters, before there is one."""
+    """A class of drafters, before there is one; `DRAFTERS` names such classes."""
 
     def needs(self, options: Any) -> DrafterNeeds:
         """
@@ -166,7 +165,7 @@ class DrafterType(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes drafts. It owns no KV pages: what it writes to a pool of its own lies behind the
+    """Proposes drafts. It owns no KV pages: what it writes to a pool of its own lies after the
     slots of the same requests."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -176,7 +175,7 @@ class Drafter(Protocol):
         """Requests that have just got a row, before the first step with them is planned."""
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        """What the next step feeds and reads. The step before has not been read yet."""
+        """Plans what the next step feeds and reads. The step before has not been read yet."""
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         """Takes what it needs of a step: models of its own run over the same rows. Called for every
@@ -188,7 +187,7 @@ class Drafter(Protocol):
         """
 
     def propose(self, step: ExtendedStep) -> None:
-        """Writes drafts behind the certain token of requests that emitted
+        """Writes drafts after the certain token of requests that emitted
         (`StepOps.write_drafts`). Called for every step, also for those without drafts, but for
         those that replay a graph of it (`DrafterNeeds.rounds`)."""
 
@@ -196,22 +195,11 @@ class Drafter(Protocol):
         """Hears the result of the oldest step that it has not heard of."""
 
 
-def verifying_plan(batch: ScheduleBatch, max_drafts: int, max_accepted: int) -> RowPlan:
-    """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and has room for `max_drafts` drafts, of which max_accepted - 1 may be confirmed; less if it has
-    fewer slots, as requests without look-ahead have."""
-    slots = list(zip(batch.num_prompt_tokens, batch.max_q_lens, strict=True))
-    if all(num_prompt or reserved == 1 for num_prompt, reserved in slots):
-        return RowPlan(StepCounts.plain(batch))
-    room = [0 if num_prompt else min(max_drafts, reserved - 1) for num_prompt, reserved in slots]
-    return RowPlan(_counts(batch, room), max_pending=1 + max_drafts, max_accepted=max_accepted)
-
-
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> RowPlan:
     """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and its drafts, of which the host knows how many there are. It is plain where nobody has any.
+    and its drafts, of which the host knows how many there are. It is plain where there are none.
 
     Args:
         num_drafts: R counts, 0 where a prompt is fed.

@@ -86,10 +86,10 @@ class NgramConfig:
         rounds: how many tokens are drafted, all without a draft step (`num_free`).
         limits: how long matches are, and which of equally long ones wins.
         capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
-        breadth: different tokens that may follow the certain one behind the shortest matches: 1
+        breadth: different tokens that may follow the certain one after the shortest matches: 1
             drafts chains, more drafts trees of as many nodes (`RoundOptions.trees_of_any_size`).
         suppressed_token_ids: ids that the target never emits.
-        min_breadth: likewise, behind the longest matches; `breadth` at most.
+        min_breadth: likewise, after the longest matches; `breadth` at most.
         corpus_budget: drafts of a request in a step that may come from the corpus; None: all.
         corpus: see `NgramMemory`.
     """

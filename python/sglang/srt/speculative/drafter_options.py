@@ -52,17 +52,16 @@ class DrafterNeeds:
     Attributes:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
-        num_steps: drafts that are proposed for a request, of trees of one shape those one behind
-            the other, for clients to know (`speculative_num_steps`), at first; 0 where that is no
-            fixed number. Else each `RowPlan.tier` is how many they are now.
+        num_steps: initial draft depth, reported to clients (`speculative_num_steps`); 0 if it
+            varies. `RowPlan.tier` is the present one.
         tiers: all numbers that it may become, for people to know.
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
-            steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
+            steps write after the rows that the target keeps (`speculative/draft_steps.py`).
         has_trees: drafts may be trees.
         topk: drafts that follow each one, at most, for people to know.
         max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
             chains.
-        max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
+        max_masks: look-ahead rows after the drafts of a request, at most, if the drafter packs
             steps (`StepCounts.packed`); None: it never does.
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.

@@ -1,4 +1,4 @@
-"""What EAGLE's steps hand to each other: chains or trees of D requests, on the device."""
+"""The data that EAGLE's steps hand to each other: chains or trees of D requests, on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.step.step_ops import StepOps
 
 @dataclass(frozen=True, slots=True)
 class EagleDraftInput:
-    """What a draft step of the head feeds: the draft chosen last.
+    """The input of a draft step of the head: the draft chosen last.
 
     Attributes:
         token_ids: [D] int64; the target's ids.
@@ -27,13 +27,13 @@ class EagleDraftInput:
 
 @dataclass(frozen=True, slots=True)
 class EagleVerifyInput:
-    """Chains or trees that the target verifies in its next step, each behind its request's certain
+    """Chains or trees that the target verifies in its next step, each after its request's certain
     token.
 
     Attributes:
         draft_token: [D, S] int64; the target's ids.
         confidence: [D, S] float32; by the head, the probability that a draft is right, if those
-            before it are (`Confidence.drafts`). None: nobody asks.
+            before it are (`Confidence.drafts`). None: not asked for.
         parents: [D, S] int32; see `DraftTrees.write`. None: chains.
         per_request_draft_token_num: [D] int64; how many of its S drafts each request proposes, the
             first ones; the certain token is not counted. None: all S.

@@ -12,7 +12,7 @@ from sglang.srt.step.request_rows import confidence_of_scores
 
 
 def organize_draft_results(drafts: Sequence[EagleDraftInput]) -> EagleVerifyInput:
-    """The chains of S drafts each, of what the head chose one behind the other."""
+    """The chains of S drafts each, of what the head chose one after the other."""
     return EagleVerifyInput(
         draft_token=torch.stack([each.token_ids for each in drafts], dim=1),
         confidence=confidence_of_scores(torch.stack([each.scores for each in drafts], dim=1)),

@@ -112,7 +112,7 @@ class EagleDrafter:
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             return
-        assert step.output is not None, "Nobody is given drafts while the head rests."
+        assert step.output is not None, "No request is given drafts while the head rests."
         tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
         steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
         drafts = self.draft(steps, steps.of_requests(step.output))
@@ -121,7 +121,7 @@ class EagleDrafter:
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The head over the rows that the target was fed: of prompts, and of the certain token and
         its drafts, of a tree those on the confirmed path. What it writes for drafts that were
-        rejected lies behind the watermark.
+        rejected lies after the watermark.
 
         Returns:
             [R, hidden_size]; its output at the last row kept of each request.
@@ -145,7 +145,7 @@ class EagleDrafter:
         return self._runner.forward(batch).hidden
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
-        """Chains or trees behind the certain tokens of the D requests that draft; hidden
+        """Chains or trees after the certain tokens of the D requests that draft; hidden
         [D, hidden_size] is the head's output at the row before each."""
         if self._rounds.tree is not None:
             first = steps.batch(0, steps.certain_tokens, hidden)

@@ -1,5 +1,5 @@
-"""What a drafter's model is fed behind a step whose drafts were trees: the confirmed paths, which
-have been moved to the front by then."""
+"""Lays out what a drafter's model is fed after a step whose drafts were trees: the confirmed paths,
+which have been moved to the front by then."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sglang.srt.step.step_ops import NUM_PROMPT, Q_LEN, Q_START
 
 @dataclass(frozen=True, slots=True)
 class KeptPaths:
-    """Which rows of a step R requests may have kept.
+    """The rows of a step that R requests may have kept.
 
     Attributes:
         inputs: what the target was given.
         per_request: [NUM_COUNTS, R] int64, contiguous; as in `RowLayout`.
-        path: [R, W] int32; rows of each request's path, behind its end anything.
+        path: [R, W] int32; rows of each request's path, after its end anything.
         most: rows of a path, at most.
         fed: host list of R; rows that each request is fed again.
         kept: [R] int64; the same on the device; None: it follows from `per_request`.
@@ -55,7 +55,7 @@ class PathRows(NamedTuple):
     Attributes:
         input_ids, positions, slots: [T] int64.
         sources: [T] int64; the row of the step that each was.
-        kv_lens: [R] int64; behind the rows of each request.
+        kv_lens: [R] int64; after the rows of each request.
         starts, ends: [R] int64; where the rows of each request begin and end.
     """
 
@@ -104,7 +104,7 @@ def rows_of_paths(
 ) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
     """The rows of a step that its requests may have kept, each request's side by side and without
     branches: all rows of a prompt, and of other requests the certain token and the confirmed path.
-    Where a path is shorter than it may be, rows follow that lie behind the watermark and mean
+    Where a path is shorter than it may be, rows follow that lie after the watermark and mean
     nothing. Of a packed step each request has as many rows as if it had verified its whole tree,
     since only the device knows how many it did. Nothing here waits for the device.
 

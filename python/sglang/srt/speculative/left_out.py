@@ -1,6 +1,6 @@
 """Tokens that a drafter's model was not fed, since it was left out of steps (`RowPlan.rests`).
 
-It has no KV of them, so of each row it sees those behind the last one alone
+It has no KV of them, so of each row it sees those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Their slots are marked in its pool: a cached prefix may have some.
 """
 
@@ -37,7 +37,7 @@ class LeftOutTokens:
         self._any_marked = False
 
     def lacks_tokens(self, rows: Sequence[int]) -> bool:
-        """Whether tokens of a request were left out since it got its row."""
+        """Tells whether tokens of a request were left out since it got its row."""
         return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
 
     def admit(self, new_rows: list[NewRow]) -> None:
@@ -66,8 +66,8 @@ class LeftOutTokens:
         self._keys.index_fill_(0, slots, 0.0)
 
     def look_at_prefixes(self, step: ComputedStep) -> None:
-        """Of the new requests of a step whose tokens the model is about to be fed: they see their
-        cached prefix behind its last mark. Nothing here waits for the device."""
+        """Looks at the new requests of a step whose tokens the model is about to be fed: they see
+        their cached prefix after its last mark. Waits for nothing on the device."""
         if not self._any_marked:
             return
         for new in step.batch.new_rows:

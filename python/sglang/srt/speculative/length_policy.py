@@ -1,4 +1,4 @@
-"""How many tokens to predict under the load at hand.
+"""Chooses how many tokens to predict under the current load.
 
 More predictions per request cost more rows per step. While a step is bound by reading the weights
 they are nearly free; beyond that each row costs time, and rows of predictions that will not be
@@ -24,10 +24,10 @@ from sglang.srt.speculative.acceptance_estimate import (
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 
-OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
+OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
-PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had so many tokens
+PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had this many tokens
 REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
 
 
@@ -36,21 +36,20 @@ class LengthPolicy(Protocol):
 
     Attributes:
         needs_prices: whether it goes by prices of steps, which are then measured at start-up.
-        wants_confidences: whether it looks at `UpcomingStep.confidences`, which cost a copy.
     """
 
     needs_prices: ClassVar[bool]
-    wants_confidences: ClassVar[bool]
 
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
         """
         Args:
-            prices: of steps; None where nobody has measured any.
+            prices: of steps; None where none were measured.
             max_k: tokens that a request may predict.
         """
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        """How far adjustable requests may look ahead in the next step. Called where one does."""
+        """Returns how far adjustable requests may look ahead in the next step. Called where one
+        does."""
 
     def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
         """The outcome of the oldest step that was chosen for and has not been observed; `tier` is
@@ -61,7 +60,6 @@ class FullLength:
     """Every request predicts as many tokens as it wishes."""
 
     needs_prices = False
-    wants_confidences = False
 
     def __init__(self, prices: PriceTable | None = None, max_k: int = 1) -> None: ...
 
@@ -89,7 +87,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What each limit from 1 on gains over limit 1.
+    """The gain of each limit from 1 on over limit 1.
 
     A token is worth the time that the same requests need for one when no prompt is there: a step
     with prompts is long whatever is predicted in it.
@@ -100,8 +98,8 @@ class _Options:
         plain_token_ms: what a token costs in plain steps.
         plain_ms: price of the step at limit 1.
         decode_ms: the same without its prompts.
-        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; luck may move the trial budget by so
-            much while a limit gains on average.
+        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; tolerance of the trial budget for
+            short-run bad luck.
     """
 
     gains_ms: list[Estimate]
@@ -136,10 +134,9 @@ class LoadAwareLength:
     """
 
     needs_prices = True
-    wants_confidences = False
 
     def __init__(self, prices: PriceTable | None, max_k: int) -> None:
-        assert prices is not None, "Lengths go by prices, and nobody has measured any."
+        assert prices is not None, "Lengths go by prices, and none were measured."
         self._prices = prices
         self._max_k = max_k
         self._survival: dict[Kind, Survival] = {}
@@ -229,8 +226,8 @@ class LoadAwareLength:
         return granted if granted < upcoming.cuttable_rows(limit) else None
 
     def _share_with_drafts(self, kind: Kind, k: int) -> float:
-        """Of verified requests that predict k tokens per step: a step whose drafts are not all
-        confirmed leaves none for the next one."""
+        """Returns the share of verified requests of a kind that have drafts when they predict k
+        tokens per step: a step whose drafts are not all confirmed leaves none for the next one."""
         if k == 1:
             return 1.0
         if (kind, k) not in self._shares:

@@ -1,4 +1,5 @@
-"""How probable it is that drafts of n-grams are right, by the length of the match behind them."""
+"""Learns how probable it is that drafts of n-grams are right, by the length of the match before
+them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Trials:
 
 
 class MatchConfidence:
-    """Of chains: by class of match and place in the chain.
+    """Chances of chains, by class of match and place in the chain.
 
     Attributes:
         trials: [NUM_CLASSES, D]
@@ -69,7 +70,7 @@ class MatchConfidence:
         self._padding_row = padding_row
 
     def learn(self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor) -> None:
-        """What became of the drafts that `proposed` was last told of.
+        """Learns which of the drafts that `proposed` last heard of were right.
 
         Args:
             rows: [R] int64.
@@ -99,7 +100,7 @@ class OrderedNodes(NamedTuple):
             branch.
         parents: [R, D] int32; see `DraftTrees.write`.
         scores: [R, D] float32; that a node and all that it follows are right. None is greater than
-            the one before it. Behind the nodes that there are they are 0.
+            the one before it. After the nodes that there are they are 0.
         counts: [R] int64; nodes that there are, D unless the budget of the corpus leaves fewer.
     """
 
@@ -110,8 +111,8 @@ class OrderedNodes(NamedTuple):
 
 
 class BranchConfidence:
-    """Of trees whose branches part at the root: by whether a branch is the first one, by class of
-    its match, and by place in the branch.
+    """Chances of trees whose branches part at the root: by whether a branch is the first one, by
+    class of its match, and by place in the branch.
 
     Attributes:
         trials: [2, NUM_CLASSES, D]; of first branches, and of all others.
@@ -149,13 +150,13 @@ class BranchConfidence:
         num_right: torch.Tensor,
         path: torch.Tensor,
     ) -> None:
-        """What became of the nodes that `order` last gave.
+        """Learns which of the nodes that `order` last gave were right.
 
         Args:
             rows: [R] int64.
-            num_fed: [R] int64; the first so many nodes of each were fed.
+            num_fed: [R] int64; nodes of each, from the first on, that were fed.
             num_right: [R] int64; nodes on the confirmed path.
-            path: [R, M] integers; the root, 0, then those nodes; what is behind means nothing.
+            path: [R, M] integers; the root, 0, then those nodes; what is after means nothing.
         """
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         is_on_path = torch.arange(path.shape[1], device=path.device) <= num_right[:, None]

@@ -37,7 +37,7 @@ class NgramMemory:
         tags: [C] int64; NO_TAG between texts.
         head: [1] int64; the oldest slot, which is overwritten next.
         row_tags: [N] int64; of the requests in the rows of the token table.
-        corpus: [K] int32; texts that all may draft from, NOT_A_TOKEN behind each. K may be 0.
+        corpus: [K] int32; texts that all may draft from, NOT_A_TOKEN after each. K may be 0.
 
     Args:
         state: whose ended texts are kept.
@@ -61,7 +61,7 @@ class NgramMemory:
 
     def tag_of(self, namespace: Namespace) -> int:
         """A number that stands for a namespace, 1 at least. It is a keyed hash of 62 bits, so that
-        nothing has to be remembered of namespaces that come and go; nobody who does not know the
+        nothing has to be remembered of namespaces that come and go; no one who does not know the
         key can name two that share one."""
         text = repr(namespace).encode()
         digest = hashlib.blake2b(text, digest_size=8, key=self._key).digest()

@@ -34,10 +34,10 @@ PIECE = 1 << 16  # places of the corpus that are compared at once
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What followed the best place of each of R requests.
+    """The tokens that followed the best place of each of R requests.
 
     Attributes:
-        tokens: [R, D] int64. At the end of the text that is known behind a place it begins again
+        tokens: [R, D] int64. At the end of the text that is known after a place it begins again
             there: so a request that repeats itself goes on doing so. Without a place it is the
             request's last token.
         match_lens: [R] int64; 0 without a place.
@@ -163,8 +163,8 @@ class TorchNgramOps:
         return _Places(lens, order, memory.tokens.roll(-1))
 
     def _corpus_places(self, last: torch.Tensor) -> list[_Places]:
-        """By pieces, so that comparing needs memory for one of them. The last slot of the corpus
-        is no place."""
+        """Finds places in the corpus piece by piece, so that comparing needs memory for one piece.
+        The last slot of the corpus is no place."""
         corpus, found = self._memory.corpus, list[_Places]()
         longest = last.shape[1]
         for start in range(0, len(corpus) - 1, PIECE):

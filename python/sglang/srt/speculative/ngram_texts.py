@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-NOT_A_TOKEN = -1  # behind each text
+NOT_A_TOKEN = -1  # after each text
 
 
 def joined_texts(texts: Iterable[Sequence[int]]) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""How many drafts of n-grams requests get, by how long the matches are that they would follow.
+"""Chooses how many drafts of n-grams requests get, by the lengths of the matches that they would
+follow.
 
 Text that repeats itself begins and ends from one step to the next, and the length of a match shows
 it at once: long matches go on, short ones are chance. So what was confirmed is counted for each
@@ -36,7 +37,7 @@ HOLD_GAIN = 0.03
 
 
 def class_of(match_len: int) -> int:
-    """Of a match of so many tokens."""
+    """Returns the class of a match of `match_len` tokens."""
     return bisect.bisect_left(LONGEST_OF_CLASS, match_len)
 
 
@@ -55,12 +56,12 @@ class _Counts:
             self.tried[place] = WINDOW
 
     def share(self, place: int, prior: float) -> float:
-        """Of right ones."""
+        """Returns the share of right drafts at a place."""
         return (self.right[place] + PRIOR_TRIALS * prior) / (self.tried[place] + PRIOR_TRIALS)
 
 
 class _ChainChances:
-    """Of drafts behind matches of one class: that each is right, if those before it are."""
+    """Chances of drafts after matches of one class: that each is right if those before it are."""
 
     def __init__(self, max_drafts: int, prior: float) -> None:
         self._prior = prior
@@ -84,8 +85,8 @@ class _ChainChances:
 
 
 class _NodeChances:
-    """Of the nodes of trees whose first branches follow matches of one class, the likeliest node of
-    each tree first: that each is right, and all that it follows."""
+    """Chances of nodes of trees whose first branches follow matches of one class, the likeliest
+    node of each tree first: that each node is right, and all that it follows."""
 
     def __init__(self, max_drafts: int, prior: float) -> None:
         self._prior = prior
@@ -112,7 +113,7 @@ class MatchedTier:
     """The tier that gives most tokens per millisecond, by the matches of the requests at hand.
 
     A share PROBE_SHARE of the time is for steps of the next tier above the best one, so that drafts
-    behind matches that are thought to be of no use are tried now and then.
+    after matches that are thought to be of no use are tried now and then.
     """
 
     needs_prices = True
@@ -124,7 +125,7 @@ class MatchedTier:
 
     def __init__(self, parts: TierParts) -> None:
         options, prices = parts.options, parts.prices
-        assert prices is not None, "Tiers go by prices, and nobody has measured any."
+        assert prices is not None, "Tiers go by prices, and none were measured."
         self._prices = prices
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
@@ -139,8 +140,8 @@ class MatchedTier:
         self._match_lens = match_lens
 
     def learn(self, verified: Iterable[tuple[int, int, Collection[int]]]) -> None:
-        """What became of drafts: the length of the match that they followed, how many were fed, and
-        the places of the right ones among these."""
+        """Learns from verified drafts: the length of the match that they followed, how many were
+        fed, and the places of the right ones among these."""
         for match_len, num_fed, places in verified:
             self._chances[class_of(match_len)].record(num_fed, places)
 

@@ -30,14 +30,15 @@ class _Launched:
     match_lens: HostCopy
 
     def read(self) -> list[int]:
-        """Of all rows of the table; waits for the copy."""
+        """Returns the values of all rows of the table; waits for the copy."""
         [copied] = self.match_lens.read()
         lens: list[int] = copied.tolist()
         return lens
 
 
 def right_places(result: HostResult, index: int) -> Collection[int]:
-    """Which drafts of a request were right: of a tree its nodes but the root, counted from 0."""
+    """Returns which drafts of a request were right: of a tree its nodes but the root, counted from
+    0."""
     num_right = result.accept_lens[index] - 1
     if not result.paths:
         return range(num_right)
@@ -74,8 +75,8 @@ class MatchWatch:
         )
 
     def observe(self, result: HostResult) -> None:
-        """Of the oldest step that was not heard of: what became of its drafts. The copy was made
-        before that step ran, so nothing is waited for.
+        """Hears what became of the drafts of the oldest step not heard of. The copy was made before
+        that step ran, so nothing is waited for.
 
         Args:
             result: of trees with `paths`.
@@ -88,7 +89,8 @@ class MatchWatch:
         )
 
     def _take(self, launched: _Launched) -> list[int]:
-        """What its copy holds; it is the last that is known if no later one has been read."""
+        """Returns what the step's copy holds, or the last known values if no later copy has been
+        read."""
         lens = launched.read()
         if launched.number > self._known_number:
             self._known, self._known_number = lens, launched.number

@@ -1,7 +1,7 @@
 """NGRAM: drafts are what followed the last tokens of a request where they stood before.
 
 They stood in its own text, prompt and output, in text of requests that have ended, or in a corpus
-(`NgramMemory`). All are searched on the device behind each step of the target, so no model runs
+(`NgramMemory`). All are searched on the device after each step of the target, so no model runs
 and the host does nothing that depends on tokens.
 """
 
@@ -40,8 +40,8 @@ DEFAULT_CAPACITY = {"cpu": 2048, "cuda": 131_072}
 def num_branches(
     match_lens: torch.Tensor, least: int, most: int, limits: NgramLimits
 ) -> torch.Tensor:
-    """Int64; branches of trees behind matches of these lengths, match_lens int64 of the same shape:
-    `most` behind the shortest ones, `least` behind those of `limits.longest`, linear between and
+    """Int64; branches of trees after matches of these lengths, match_lens int64 of the same shape:
+    `most` after the shortest ones, `least` after those of `limits.longest`, linear between and
     rounded. Where all matches are as long, `most`."""
     span = max(1, limits.longest - limits.shortest)
     beyond = (match_lens - limits.shortest).clamp(0, span)
@@ -69,7 +69,7 @@ class NgramDrafter:
         # A tree of D nodes has no more branches than that.
         self._most_branches = min(most, options.breadth)
         self._trees: BranchConfidence | None = None
-        self._chains: MatchConfidence | None = None  # None too where nobody looks at confidences
+        self._chains: MatchConfidence | None = None  # None too where confidences are not read
         state = parts.state
         num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
         if options.rounds.has_trees:
@@ -148,7 +148,7 @@ class NgramDrafter:
     def _learn(
         self, rows: torch.Tensor, num_drafts: torch.Tensor, accepted: AcceptedTokens
     ) -> None:
-        """What became of the drafts that were fed, num_drafts [R] of rows [R]."""
+        """Learns from the drafts that were fed, num_drafts [R] of rows [R]."""
         num_right = accepted.accept_lens - 1
         if self._trees is not None:
             assert accepted.path is not None, "A step with trees confirms paths."

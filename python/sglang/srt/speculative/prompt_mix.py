@@ -1,5 +1,5 @@
-"""Which prompts share the rounds of requests that decode: their rows take room that drafts might
-have had for nothing."""
+"""Follows the prompts that share rounds with decoding requests: their rows take room that drafts
+might have had for nothing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import math
 from sglang.srt.speculative.round_prices import RoundCase, UpcomingRound
 from sglang.srt.step.worker import ScheduleBatch
 
-ROW_GRAIN = 32  # rows of prompts are rounded to so many, so that there are few prices to compute
+ROW_GRAIN = 32  # rows of prompts are rounded to multiples of it: there are few prices to compute
 MEMORY_STEPS, MEMORY_PROMPTS = 64, 16  # steps that are remembered, and of these with prompts
 LEAST_PROMPTS = 0.02  # of a step; below, they are left out
-# Numbers of prompts that are looked at: so many standard deviations around the mean, and so many.
+# Numbers of prompts that are looked at: SPREAD standard deviations around the mean, MAX_NUMBERS at
+# most.
 SPREAD, MAX_NUMBERS = 1.7, 6
 
 
 def round_of(batch: ScheduleBatch) -> RoundCase:
-    """What the requests of a step that decode do, beside its prompts."""
+    """Returns what the decoding requests of a step do, beside its prompts."""
     lens = zip(batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True)
     decodes = [bound - reserved for bound, reserved, num_prompt in lens if not num_prompt]
     return RoundCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
 
 
 class Mean:
-    """Of the last values that were added, so many at most; 0 before there is one."""
+    """A running mean of the last `memory` values; 0 when empty."""
 
     def __init__(self, memory: int) -> None:
         self.value = 0.0
@@ -36,9 +37,9 @@ class Mean:
 
 
 class PromptMix:
-    """How many prompts come with so many new tokens, and of how many rows they are, by the last
+    """Estimates how many prompts, of how many rows, come with a number of new tokens, by the last
     steps in which requests decode. A request that is given more tokens per step ends sooner, and
-    the next one's prompt comes sooner: so it is tokens, not steps, that prompts are counted by.
+    the next one's prompt comes sooner: so prompts are counted by tokens, not by steps.
 
     A prompt that is read in several steps fills all of them but the last, so what it feeds is never
     twice in a step. Such full steps are counted apart, with all that they feed.
@@ -54,8 +55,8 @@ class PromptMix:
         self._tokens = Mean(MEMORY_STEPS)  # of a step
 
     def observe(self, num_prompts: int, prompt_rows: int, is_full: bool = False) -> None:
-        """Hears of a step in which requests decode, with so many rows of prompts in all. `is_full`:
-        one of the prompts does not end in it."""
+        """Hears of a step in which requests decode, with `prompt_rows` rows of prompts in all.
+        `is_full`: one of the prompts does not end in it."""
         self._full.add(is_full)
         if is_full:
             self._full_rows.add(prompt_rows)
@@ -69,7 +70,7 @@ class PromptMix:
         self._tokens.add(num_tokens)
 
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
-        """A round of these requests, if rounds give each of them so many tokens. Prompts come by
+        """A round of these requests, if rounds give each of them `pace` tokens. Prompts come by
         chance, each alone, so their number is Poisson's; full steps come as often as they may."""
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
         growth = num_reqs * pace / tokens
@@ -79,7 +80,7 @@ class PromptMix:
             return UpcomingRound(num_reqs, kv_tokens)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         cases = [((1.0 - full) * chance, count * self._rows.value) for chance, count in numbers]
-        prompts = dict[int, float]()  # the chance of so many rows
+        prompts = dict[int, float]()  # the chance of a number of rows
         for chance, num_rows in (*cases, (full, self._full_rows.value)):
             rows = min(_rounded(num_rows), _rounded(self._max_rows))
             prompts[rows] = prompts.get(rows, 0.0) + chance
@@ -88,8 +89,8 @@ class PromptMix:
 
 
 def _numbers(mean: float) -> list[tuple[float, float]]:
-    """Poisson numbers of this mean, each with its chance: the likely ones, or so many between them
-    that are as far apart. Their mean is about the same."""
+    """Poisson numbers of this mean, each with its chance: the likely ones, or MAX_NUMBERS between
+    them that are as far apart. Their mean is about the same."""
     off = SPREAD * math.sqrt(mean)
     least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
     stride = -(-(most + 1 - least) // MAX_NUMBERS)

@@ -1,4 +1,4 @@
-"""How many tokens rounds give requests before these end."""
+"""Follows how many tokens rounds give requests before these end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MEMORY_ENDED = 64  # requests that have ended and are remembered
 
 
 class RequestEnds:
-    """What requests are given, row by row. That a request has ended is seen when its row is given
-    to another one. A request that was retracted counts as one that has ended, and as another one
-    when it has a row again.
+    """Counts the tokens that requests are given, row by row. A request has ended when its row is
+    given to another one. A retracted request counts as ended, and as another one when it has a row
+    again.
 
     Args:
         num_rows: of the page table.
@@ -28,8 +28,8 @@ class RequestEnds:
 
     @property
     def tokens_of_rounds(self) -> float:
-        """Of a request that had rounds, the mean over those that have ended; infinite before one
-        has."""
+        """Returns the mean number of tokens of requests that had rounds and have ended; infinite
+        before one has."""
         return self._ended.value if self._ended.count else math.inf
 
     def admit(self, row: int, max_new_tokens: int) -> None:

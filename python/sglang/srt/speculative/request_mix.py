@@ -1,19 +1,19 @@
-"""How many tokens requests are given per round of any number of drafts, in the long run.
+"""Estimates how many tokens requests are given per round of any number of drafts, in the long run.
 
 Drafts are right in stretches, and more often in some requests than in others. Rounds of few drafts
 meet a stretch several times where one of many drafts would have passed it at once, and requests
 whose drafts are right end soon. So how often drafts were right in the rounds that were run does not
 say what rounds of another number of drafts would give.
 
-    A token is predictable if a draft of it is right, given that all before it are. Behind a
-    predictable token the next one is predictable with the chance s (the stretch goes on), behind
+    A token is predictable if a draft of it is right, given that all before it are. After a
+    predictable token the next one is predictable with the chance s (the stretch goes on), after
     another one with the chance b (a stretch begins). A round of d drafts confirms what is left of a
-    stretch, d tokens at most, and gives the model's own token behind these. That one is not
+    stretch, d tokens at most, and gives the model's own token after these. That one is not
     predictable if fewer than d were confirmed; if all were, the next draft is right with the chance
 
         c = s^2 + (1 - s) b
 
-    The share q of rounds behind such a full one follows from b s^(d - 1) and c s^(d - 1), the
+    The share q of rounds after such a full one follows from b s^(d - 1) and c s^(d - 1), the
     chances that a round is full. So each round gives a request
 
         L(d) = 1 + (1 + s + ... + s^(d - 1)) ((1 - q) b + q c)
@@ -38,7 +38,7 @@ say what rounds of another number of drafts would give.
         N / L(d) + o(d) / L(d) + z (1 - 1 / L(d))
 
     rounds. More drafts gain less where requests are short. What is said of z holds for requests
-    that end by their number of tokens; of those that end by a token nobody is sure, whatever the
+    that end by their number of tokens; of those that end by a token no one is sure, whatever the
     number of drafts.
 """
 
@@ -53,22 +53,22 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-MEMORY = 256.0  # drafts of a request behind tokens of a kind that are remembered
+MEMORY = 256.0  # drafts of a request after tokens of a kind that are remembered
 PRIOR = 3.0  # drafts that the others count as in what is thought of one request
-# Requests that have ended and are remembered; drafts behind tokens of a kind that are remembered of
+# Requests that have ended and are remembered; drafts after tokens of a kind that are remembered of
 # all that have ended together.
 MAX_ENDED, PAST = 64, 1024.0
-# Tokens, of all requests together, whose shares say which requests there are, or those of so many
+# Tokens, of all requests together, whose shares say which requests there are, or those of recent
 # steps if these are fewer: with a few requests at a time it would take long to forget others.
 WINDOW, WINDOW_STEPS = 4096.0, 128.0
-# Before anything is known a draft is right with this chance, which counts as so many drafts.
+# Before anything is known a draft is right with this chance, which counts as FIRST_TRIALS drafts.
 FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # a stretch ends some time
-# If the last drafts, so many or those of so many steps, are right so many standard deviations more
-# or less often than was thought, text has changed: all but a few of each request are forgotten.
+# When accuracy over the last RECENT_TRIALS drafts or RECENT_STEPS steps is CHANGE standard
+# deviations from the prediction, text has changed: all but KEPT drafts of each are forgotten.
 RECENT_TRIALS, RECENT_STEPS, CHANGE, KEPT = 128.0, 2.0, 3.5, 2.0
 
-# Columns of what is known of a request: drafts tried behind predictable tokens and behind other
+# Columns of what is known of a request: drafts tried after predictable tokens and after other
 # ones; of both those that were right; tokens given.
 STAYED_TRIED, BEGUN_TRIED, STAYED, BEGUN, TOKENS = range(5)
 TRIED, RIGHT = slice(STAYED_TRIED, STAYED), slice(STAYED, TOKENS)
@@ -77,7 +77,7 @@ UNPREDICTABLE, BEHIND_FULL, UNKNOWN = range(3)
 
 
 class RequestMix:
-    """Of each request, how often stretches of predictable tokens go on and begin.
+    """Estimates, for each request, how often stretches of predictable tokens go on and begin.
 
     Args:
         num_rows: of the page table.
@@ -85,7 +85,7 @@ class RequestMix:
 
     def __init__(self, num_rows: int) -> None:
         # Of the request of each row; then of those that have ended, of which the oldest one makes
-        # room; then of nobody, with one token, so that there is one.
+        # room; then of no request, with one token, so that there is one.
         self._known = np.zeros((num_rows + MAX_ENDED + 1, 5))
         self._known[-1, TOKENS] = 1.0
         self._others = np.arange(num_rows, num_rows + MAX_ENDED + 1)
@@ -140,7 +140,7 @@ class RequestMix:
 
     def _learn(self, rows: NDArray[np.int64], counts: Floats, right: Floats, means: Floats) -> None:
         """From drafts of requests, counts [R] and right [R] of each; means: see `_means`. The draft
-        behind a token of which it is not known whether it was predictable counts for both kinds, in
+        after a token of which it is not known whether it was predictable counts for both kinds, in
         part."""
         known, last = self._known[rows], self._last[rows]
         chances, doubts = _chances(known, means)
@@ -191,7 +191,7 @@ class RequestMix:
 
         Args:
             num_new: tokens of a request that rounds give. If they are fewer than a round may give,
-                they count as so many: the end then lies where no mean says.
+                they count as that many: the end then lies where no mean says.
             num_late: rounds that are launched before the one before them is read.
         """
         num_new = max(num_new, 1.0 + most)
@@ -230,7 +230,7 @@ def _chances(known: Floats, means: Floats) -> tuple[Floats, Floats]:
 
 
 def _sums_before(terms: Floats) -> Floats:
-    """Of terms [K, 1 + most]: of each the sum of those before it."""
+    """Returns for each of terms [K, 1 + most] the sum of those before it."""
     sums = np.zeros_like(terms)
     np.cumsum(terms[:, :-1], axis=1, out=sums[:, 1:])
     return sums
@@ -249,7 +249,7 @@ def _before(most: int) -> NDArray[np.int64]:
 
 
 def _forget(known: Floats, most: float) -> None:
-    """Leaves so many drafts behind tokens of either kind; known [..., 5] is changed."""
+    """Leaves a number of drafts after tokens of either kind; known [..., 5] is changed."""
     kept = most / np.maximum(known[..., TRIED], most)
     known[..., TRIED] *= kept
     known[..., RIGHT] *= kept

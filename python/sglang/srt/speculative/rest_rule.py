@@ -1,17 +1,16 @@
-"""When a drafter's model is left out of steps, since nobody is given drafts, and when it is fed
-again."""
+"""Decides when a drafter's model is left out of steps, since no request gets drafts, and when it is
+fed again."""
 
 from __future__ import annotations
 
 REST_AFTER = 6  # steps in a row without drafts
-# Steps that it is fed before it drafts again: of what it was not fed it knows nothing, and of the
-# first drafts behind so little context few would be right.
+# Steps that the head is fed before it drafts again: after so little context few drafts are right.
 CONTEXT_STEPS = 24
 
 
 class RestRule:
-    """Rests behind REST_AFTER steps without drafts, and is fed CONTEXT_STEPS steps before it drafts
-    again for requests of which it was not fed all.
+    """Skips the head after REST_AFTER draft-free steps; a request whose tokens it missed gets
+    drafts only after CONTEXT_STEPS catch-up steps.
 
     Attributes:
         rests: whether the model is left out of the step at hand.
@@ -28,7 +27,7 @@ class RestRule:
         return 0 if is_fed else max(0, CONTEXT_STEPS - self._num_fed)
 
     def step(self, wants_drafts: bool, is_fed: bool) -> bool:
-        """A step begins; whether the requests can be given drafts behind it, if they are to be."""
+        """A step begins; whether the requests can be given drafts after it, if they are to be."""
         can_draft = self.num_steps_to_feed(is_fed) == 0
         self._num_idle = 0 if wants_drafts else self._num_idle + 1
         self.rests = self._num_idle >= REST_AFTER

@@ -1,4 +1,4 @@
-"""By how much rounds take longer than their prices.
+"""Follows by how much rounds take longer than their prices.
 
 Prices are measured while a GPU is cool. Under load it lowers its clocks, the more the wider steps
 are, and the host may launch the pieces of a step more slowly than they are computed. So rounds are
@@ -48,8 +48,8 @@ def _bucket(num_rows: int) -> int:
 
 
 class Excess:
-    """What rounds take divided by their prices, by rows: means of buckets that double in size,
-    interpolated between the mean places of what was seen in these, and 1 before anything is known.
+    """The ratio of a round's time to its price, by rows: means of buckets that double in size,
+    interpolated between the mean places of the rounds seen there, and 1 before any.
 
     Args:
         prior_rounds: that what is known of others counts as in a bucket that was not seen.
@@ -63,17 +63,17 @@ class Excess:
 
     @property
     def is_known(self) -> bool:
-        """Whether any round was seen."""
+        """Tells whether any round was seen."""
         return bool(self._places)
 
     def has_seen(self, num_rows: int) -> bool:
-        """Whether any round of about so many rows was seen."""
+        """Tells whether any round of about `num_rows` rows was seen."""
         return _bucket(num_rows) in self._seen
 
     def observe(
         self, num_rows: int, price_ms: float, took_ms: float, prior: float | None = None
     ) -> None:
-        """Hears of a round of so many rows, those of prompts counted.
+        """Hears of a round of `num_rows` rows, those of prompts counted.
 
         Args:
             prior: what was thought of such rounds where none was seen; None: what is known of
@@ -90,7 +90,8 @@ class Excess:
         self._values = [each.ratio for each in seen]
 
     def at(self, num_rows: int) -> float:
-        """Of rounds of so many rows; without numpy, which takes ten times as long for one."""
+        """Returns the ratio for rounds of `num_rows` rows; without numpy, which takes ten times as
+        long for one."""
         places, values = self._places, self._values
         if not places:
             return 1.0
@@ -109,7 +110,7 @@ class Excess:
 
 
 class RoundsOfTier(NamedTuple):
-    """What is known of rounds of one number of drafts.
+    """The ratios known of rounds of one number of drafts.
 
     Attributes:
         own: of these rounds.
@@ -135,14 +136,14 @@ class RoundsOfTier(NamedTuple):
 
 
 class RoundExcess:
-    """Of each number of drafts apart: each runs other graphs, and the prices of each are wrong by
-    another share.
+    """Ratios for each number of drafts apart: each runs other graphs, and the prices of each are
+    wrong by another share.
 
     Where no rounds of a number were seen, it is what is known of all rounds with drafts, for 0 of
-    plain steps; where none of these were seen either, of the other kind. What is known of one
-    number is at most OWN_SHARE times what is known of all with about as many rows, or as much less:
-    a number that seems slow is not run any more, and would seem so for ever. Where it alone has so
-    many rows, nothing bounds it.
+    plain steps; where none of these were seen either, of the other kind. The estimate of
+    one number is clamped to within OWN_SHARE of the estimate over all with about as many rows: a
+    number that looks slow is never run again, so its error would never be corrected. Where no other
+    number has about as many rows, nothing bounds it.
     """
 
     def __init__(self) -> None:
@@ -150,7 +151,8 @@ class RoundExcess:
         self._tiers: dict[int, Excess] = {}  # of rounds with drafts
 
     def observe(self, num_drafts: int, num_rows: int, price_ms: float, took_ms: float) -> None:
-        """Hears of a round in which each request had so many drafts; the others as for `Excess`."""
+        """Hears of a round in which each request had `num_drafts` drafts; the others as for
+        `Excess`."""
         seen = self._drafts if num_drafts else self._plain
         known, alike = self.of_rounds(num_drafts), self._alike(num_drafts)
         if num_drafts:
@@ -159,12 +161,12 @@ class RoundExcess:
         seen.observe(num_rows, price_ms, took_ms, alike.at(num_rows))
 
     def of_rounds(self, num_drafts: int) -> Excess | RoundsOfTier:
-        """Of rounds of so many drafts; 0: of plain steps."""
+        """Returns the ratios of rounds of `num_drafts` drafts; 0: of plain steps."""
         alike, own = self._alike(num_drafts), self._tiers.get(num_drafts)
         return alike if own is None else RoundsOfTier(own, alike)
 
     def _alike(self, num_drafts: int) -> Excess:
-        """Of plain steps, or of rounds of any number of drafts."""
+        """Returns the ratios of plain steps, or those of rounds of any number of drafts."""
         own, other = self._plain, self._drafts
         if num_drafts:
             own, other = other, own

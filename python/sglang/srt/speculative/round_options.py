@@ -27,7 +27,7 @@ class SpecRuntimeState:
 
     Attributes:
         speculative_num_steps: drafts of a chain.
-        num_draft_steps: of the drafter's model, one behind the other, for as many drafts.
+        num_draft_steps: of the drafter's model, one after the other, for as many drafts.
         batch_sizes: of the batches that may have the tier: for these its graphs are captured.
     """
 
@@ -66,8 +66,8 @@ class TierOptions:
     Attributes:
         max_drafts: drafts of a request in a step, at least 1.
         initial: the tier before anything is known, where a policy has such a one.
-        adaptive: which tiers batches of each size may have; None: nobody says.
-        has_trees: a tier is the first so many nodes of each request's tree; False: of its chain.
+        adaptive: which tiers batches of each size may have; None: not given.
+        has_trees: a tier is the first nodes of each request's tree; False: of its chain.
     """
 
     max_drafts: int
@@ -76,7 +76,7 @@ class TierOptions:
     has_trees: bool = False
 
     def candidates(self, batch_size: int) -> tuple[int, ...] | None:
-        """Gives those of a batch of so many requests, padding included; None: nobody says."""
+        """Gives those of a batch of this size, padding included; None: not given."""
         return None if self.adaptive is None else self.adaptive.candidates(batch_size)
 
 
@@ -85,7 +85,7 @@ class RoundOptions:
     """Says how many tokens are drafted and verified.
 
     Attributes:
-        num_steps: drafts of a chain or of a tree without draft steps, or one behind the other in a
+        num_steps: drafts of a chain or of a tree without draft steps, or one after the other in a
             `tree`, at most; at least 1.
         tier_policy: a name in `TIER_POLICIES` (registry.py).
         initial_steps: drafts of a chain before a policy knows anything; None: all.
@@ -175,13 +175,13 @@ class RoundOptions:
         return tier if self.tree is None else self.tree.num_drafts
 
     def num_draft_slots(self, tier: int) -> int:
-        """Slots that the draft steps of a tier need behind the rows kept."""
+        """Slots that the draft steps of a tier need after the rows kept."""
         return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
 
     @property
     def step_width(self) -> StepWidth:
         """Slots of a request in a step, whatever its parameters are: for the rows that verify, and
-        for draft steps behind all of them that may be kept."""
+        for draft steps after all of them that may be kept."""
         rows, further = 1 + self.max_drafts, self.num_draft_slots(self.num_steps)
         kept = rows if self.max_confirmed is None else 1 + self.max_confirmed
         slots = max(rows, kept + further)

@@ -1,5 +1,5 @@
-"""What a drafter plans on the host, whatever it drafts with: how many drafts requests get, and
-which of them are verified.
+"""Plans on the host for a drafter of any kind: how many drafts requests get, and which of them are
+verified.
 
 All requests that are drafted for in a step get chains of the same number of drafts, from 0 on:
 their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. Trees of a head
@@ -61,7 +61,7 @@ class RoundPlanner:
         if prices is not None and parts.clock is not None:
             self._times = RoundTimes(prices, parts.clock, packs_in_graphs)
         if options.tile_spec_cache is not None:
-            assert prices is not None, "Rows go by prices, and nobody has measured any."
+            assert prices is not None, "Rows go by prices, and none were measured."
             confidence = parts.state.confidence
             assert confidence is not None, "Rows are divided by them (DrafterNeeds.max_masks)."
             tables = RoundTables(prices, packs_in_graphs)
@@ -95,7 +95,7 @@ class RoundPlanner:
                 self._requests.admit(new.row)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        """What a step feeds, and how many drafts are proposed behind it
+        """Plans what a step feeds, and how many drafts are proposed after it
         (`RowPlan.next_drafts`)."""
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
@@ -172,8 +172,8 @@ class RoundPlanner:
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
-        emit in this one, and as many prompts per new token as there were lately; 0 if nobody emits,
-        whatever tiers there are."""
+        emit in this one, and as many prompts per new token as there were lately; 0 if no request
+        emits, whatever tiers there are."""
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
@@ -200,7 +200,7 @@ class RoundPlanner:
 
 
 class _Round(NamedTuple):
-    """What was drafted for.
+    """The round that drafts were proposed for.
 
     Attributes:
         tier: see `TierPolicy.settled`.
@@ -215,7 +215,7 @@ class _Launched(NamedTuple):
     """A step that has not been read.
 
     Attributes:
-        round: None where nobody decodes.
+        round: None where no request decodes.
         rows: R rows of the page table.
         num_drafts: R counts of drafts that its requests had.
     """
@@ -226,7 +226,7 @@ class _Launched(NamedTuple):
 
 
 def _packs_in_graphs(parts: DrafterParts) -> bool:
-    """Whether packed steps replay graphs."""
+    """Tells whether packed steps replay graphs."""
     backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
     reads_q_starts: bool = backend.capabilities().reads_q_starts
     return reads_q_starts

@@ -1,5 +1,5 @@
-"""What a round costs: a step of the target that verifies drafts, and the drafting of as many for
-the next one."""
+"""Prices rounds: a step of the target that verifies drafts, and the drafting of as many for the
+next one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class UpcomingRound(NamedTuple):
         of_pace: the same round by how many tokens rounds give each request, on which it depends
             how many prompts there are; None: it does not.
         lengths: what rounds give the requests (`RequestMix.lengths`), by the most drafts; None:
-            nobody has asked for it (`TierPolicy.reads_lengths`).
+            not asked for (`TierPolicy.reads_lengths`).
         is_fed: the drafter's model has been fed all tokens of the requests.
     """
 
@@ -55,12 +55,12 @@ class UpcomingRound(NamedTuple):
 
     @property
     def cases(self) -> list[tuple[float, RoundCase]]:
-        """What it may be, each with its chance."""
+        """Returns the cases that may occur, each with its chance."""
         num_reqs, kv_tokens = self.num_reqs, self.kv_tokens
         return [(chance, RoundCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
 
     def at_pace(self, length: float) -> UpcomingRound:
-        """The round if rounds give each request so many tokens."""
+        """The round if rounds give each request `length` tokens."""
         return self if self.of_pace is None else self.of_pace(length)
 
 
@@ -76,7 +76,8 @@ class RoundPrices(Protocol):
     def spread(self) -> float: ...
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
-        """Milliseconds of a round in which every request has so many drafts; 0: a plain step."""
+        """Milliseconds of a round in which every request has `num_drafts` drafts; 0: a plain
+        step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class RoundCost:
         return RoundCost(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
 
     def at(self, kv_tokens: int) -> float:
-        """Milliseconds with so many tokens of KV."""
+        """Milliseconds with that many tokens of KV."""
         return self.rows_ms + self.kv_ms * kv_tokens
 
 
@@ -99,13 +100,13 @@ class MeasuredRounds:
 
     Attributes:
         excess: by how much rounds take longer than what was measured.
-        prompt_row_ms: what a row of a prompt costs in a step of so many that each costs least.
+        prompt_row_ms: what a row of a prompt costs in steps of the size where each costs least.
 
     Args:
         target, head: what was measured at start-up.
         tree: what drafting gives each request; None: chains.
         max_requests: of a step; None: any number.
-        can_rest: the head is left out of steps in which nobody verifies drafts or is given any, so
+        can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
     """
 
@@ -155,17 +156,17 @@ class MeasuredRounds:
         return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
 
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
-        """What of a round of `whole_ms` belongs to the prompts beside `num_rows` rows: what their
-        rows would cost elsewhere, and no more than their share of all rows."""
+        """Returns the share of a round of `whole_ms` that belongs to the prompts beside `num_rows`
+        rows: what their rows would cost elsewhere, and no more than their share of all rows."""
         share = prompt_rows / (prompt_rows + num_rows)
         return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
 
     def cost(
         self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int = 0
     ) -> RoundCost:
-        """What was measured of a round in which so many rows are verified, `num_drafts` of a
-        request at most, and each request is given as many drafts for the next one; beside so many
-        rows of prompts, without their attention."""
+        """Returns the measured cost of a round in which `num_rows` rows are verified, at most
+        `num_drafts` drafts of a request, and each request is given as many drafts for the next one;
+        beside `prompt_rows` rows of prompts, without their attention."""
         return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows)
 
     def _cost(self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int) -> RoundCost:
@@ -183,8 +184,8 @@ class MeasuredRounds:
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> RoundCost:
-        """A pass over so many rows, of a request `width` at most, beside rows of prompts, without
-        logits."""
+        """A pass over `num_rows` rows, of a request `width` at most, beside rows of prompts,
+        without logits."""
         kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
         rows = self.fed(num_reqs, width, num_rows, prompt_rows)
         return RoundCost(prices.rows_ms(*rows), prices.attention_ms(kv_shape))
@@ -192,9 +193,9 @@ class MeasuredRounds:
     def fed(
         self, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> tuple[int, int, int]:
-        """What a pass is fed beside so many rows of prompts: requests, rows of the widest one, and
-        rows in all. A prompt is one more request, unless there is room for no more: then it can
-        only come when another one has ended."""
+        """Returns what a pass is fed beside `prompt_rows` rows of prompts: requests, rows of the
+        widest one, and rows in all. A prompt is one more request, unless there is no room for more:
+        then it can only come when another one has ended."""
         if not prompt_rows:
             return num_reqs, width, num_rows
         count = num_reqs + 1
@@ -203,7 +204,7 @@ class MeasuredRounds:
         return count, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> RoundCost:
-        """Behind the head's pass over the rows of the target. That of trees chooses the first beam,
+        """After the head's pass over the rows of the target. That of trees chooses the first beam,
         too."""
         head, tree = self.head, self.tree
         if num_drafts == 0:

@@ -37,9 +37,9 @@ class RoundTimes:
         self._expected = deque[_Expected | None]()  # of steps that have not ended; None: no round
 
     def expect(self, batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> None:
-        """A step that is about to be launched, whose requests have so many drafts at most. It is no
-        round with a price if nobody decodes, or if another number is drafted for the next one; nor
-        if the step returns what prices know nothing of."""
+        """A step that is about to be launched, whose requests have `num_drafts` drafts at most. It
+        is no round with a price if no request decodes, or if another number is drafted for the next
+        one; nor if the step returns what prices know nothing of."""
         is_round = 0 in batch.num_prompt_tokens and max(plan.next_drafts) == num_drafts
         is_round &= plan.counts.packed is None or self._packs_in_graphs
         scores_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-MAX_NUM_STEPS = 63  # tokens drafted one behind the other
+MAX_NUM_STEPS = 63  # tokens drafted one after the other
 
 
 class SpeculativeAlgorithm(StrEnum):

@@ -2,7 +2,7 @@
 
 It has a KV pool of its own behind the target's page table, whose slot at position p holds KV of the
 token at p. So it runs over the rows that the target was fed, and then, one token at a time, over
-the certain token and the drafts. What it has been fed as a draft it has KV of: behind a step in
+the certain token and the drafts. What it has been fed as a draft it has KV of: after a step in
 which every request verified drafts it is fed the rows one position further on, which end with the
 new certain token, and so gives the first draft at once.
 """
@@ -98,11 +98,11 @@ class StandaloneDrafter:
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The draft model over the rows that the target was fed, or if `all_verify` over those one
-        position further on. What it writes for drafts that were rejected lies behind the watermark.
+        position further on. What it writes for drafts that were rejected lies after the watermark.
 
         Returns:
-            [R, hidden_size]; its output at the last row kept of each request: behind the last token
-            kept, or if `all_verify` behind the certain token.
+            [R, hidden_size]; its output at the last row kept of each request: after the last token
+            kept, or if `all_verify` after the certain token.
         """
         per_request, inputs = step.chosen.layout.per_request, step.inputs
         starts = per_request[Q_START]
@@ -127,7 +127,7 @@ class StandaloneDrafter:
         )
 
     def draft(self, steps: DraftSteps, of_certain: torch.Tensor | None) -> EagleVerifyInput:
-        """Chains behind the certain tokens of the D requests that draft, of `steps.num_steps` each.
+        """Chains after the certain tokens of the D requests that draft, of `steps.num_steps` each.
 
         Args:
             of_certain: [D, hidden_size]; the draft model's output at the certain tokens; None if it
@@ -153,8 +153,8 @@ StandaloneWorker = StandaloneDrafter
 
 
 def all_verify(step: ComputedStep) -> bool:
-    """Whether every request of a step verified drafts. Then the draft model was fed the token that
-    was certain before, and has its KV."""
+    """Tells whether every request of a step verified drafts. Then the draft model was fed the token
+    that was certain before, and has its KV."""
     prompts, counts = step.batch.num_prompt_tokens, step.plan.counts
     return not any(prompts) and all(q_len > 1 for q_len in counts.q_lens)
 

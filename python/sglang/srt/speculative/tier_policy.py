@@ -1,4 +1,5 @@
-"""How many drafts requests verify in the next step under the load at hand: its tier.
+"""Chooses the tier, the number of drafts that requests verify in the next step, under the current
+load.
 
 A `LengthPolicy` grants mask rows to the step that is about to be launched, by what may be pending
 there. A tier is chosen one step earlier, when drafts are proposed, since drafting costs too.
@@ -18,17 +19,17 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
-FEED_SHARE = 0.0015  # and more while no drafts are best, if the model must be fed for them
+FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
-FAR_PROBES = 4  # every so many probes one looks further than the cheapest
+FAR_PROBES = 4  # one in FAR_PROBES looks further than the cheapest
 DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
-# What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
+# What drafts of a probe confirm is worth this share of their tokens: some of these the steps after
 # it would have given too.
 WORTH = 0.5
 # The best tier's rivals are those that it beats by less than this share: prices may be wrong by as
 # much.
 RIVAL_GAIN = 0.1
-# What tiers give and cost is looked at every so many steps, but for the first ones: then it changes
+# What tiers give and cost is looked at every few steps, but for the first ones: then it changes
 # slowly, and looking takes time.
 LOOK_EVERY, FIRST_STEPS = 4, 32
 
@@ -40,11 +41,11 @@ def same_size(num_reqs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierParts:
-    """What a policy is made of.
+    """The parts that a policy is made of.
 
     Attributes:
-        prices: of rounds; None where nobody has measured any.
-        graph_size: the number of requests that a step of so many is padded to.
+        prices: of rounds; None where none were measured.
+        graph_size: maps a number of requests to the number that their step is padded to.
         feed_ms: milliseconds by which a plain step takes longer than its price if the drafter's
             model is not left out of it; None: it never is.
         is_timed: rounds are timed while they serve, and prices follow.
@@ -81,7 +82,7 @@ class TierPolicy(Protocol):
         settled: the tier of rounds as they come; that of single rounds may be another one, which is
             tried. For people and metrics.
         rests: the drafter's model may be left out of the step that tier 0 was just chosen for:
-            nobody is given drafts for some time.
+            no request gets drafts for some time.
     """
 
     needs_prices: ClassVar[bool]
@@ -136,9 +137,9 @@ class LoadAwareTier:
         a probe:     allowance -= what its round costs beyond the chosen one
         its result:  allowance += WORTH * the time of the tokens confirmed beyond the chosen tier
 
-    A probe beyond no drafts is followed by a second one. Behind a step without drafts nobody knows
+    A probe beyond no drafts is followed by a second one. After a step without drafts no one knows
     whether its token was predictable, so the first one says how often tokens are, and the second
-    how often behind such and behind others: that is what rounds of drafts depend on.
+    how often after such and after others: that is what rounds of drafts depend on.
 
     So probes whose drafts are wrong become rare, and those whose drafts are right follow soon.
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
@@ -173,7 +174,7 @@ class LoadAwareTier:
 
     def __init__(self, parts: TierParts) -> None:
         options, prices = parts.options, parts.prices
-        assert prices is not None, "Tiers go by prices, and nobody has measured any."
+        assert prices is not None, "Tiers go by prices, and none were measured."
         self._prices = prices
         self._options = options
         self._graph_size = parts.graph_size
@@ -281,7 +282,7 @@ class LoadAwareTier:
         return self._rivals.choose(self._num_steps, self._num_reqs, rivals)
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
-        """What the next step costs beyond one of the settled tier."""
+        """Pays from the allowance what the next step costs beyond one of the settled tier."""
         assert self._allowance_ms is not None
         if chosen > self.settled:
             self._allowance_ms -= costs[chosen] - costs[self.settled]

@@ -25,14 +25,14 @@ _SHARED = tl.constexpr(ngram_ops.SHARED << ngram_ops.SOURCE_SHIFT)
 _CORPUS = tl.constexpr(ngram_ops.CORPUS << ngram_ops.SOURCE_SHIFT)
 _PLACE = tl.constexpr((1 << ngram_ops.SOURCE_SHIFT) - 1)
 _NOT_A_TOKEN = tl.constexpr(ngram_memory.NOT_A_TOKEN)
-# What is done with places: the best one by the length of its match is looked for, tokens behind the
+# What is done with places: the best one by the length of its match is looked for, tokens after the
 # longest matches are counted, or the best place by these counts is looked for.
 _BY_LENGTH, _COUNT, _BY_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _is_taken(tokens, taken_ptr, num_taken):
-    """Whether each of tokens [BLOCK] is one of those."""
+    """Tells for each of tokens [BLOCK] whether it is one of those taken."""
     found = tokens != tokens
     for index in range(num_taken):
         found = found | (tokens == tl.load(taken_ptr + index))
@@ -45,7 +45,7 @@ def _taken_up(
     DOES: tl.constexpr,
 ):  # fmt: skip
     """The best rank so far, and that of the best of places [BLOCK] with these match lengths, in
-    front of the tokens behind [BLOCK]. Where they are counted the first one stays."""
+    front of the tokens `behind` [BLOCK]. Where they are counted the first one stays."""
     wins = length >= SHORTEST
     if DOES != _BY_LENGTH:
         wins = wins & (length == longest)
@@ -254,7 +254,7 @@ class TritonNgramOps:
 
     Args:
         num_parts: programs that search for each request, a power of 2. A lone request keeps a GPU
-            busy with so many; of many requests more programs than run at once cost little.
+            busy with that many; of many requests more programs than run at once cost little.
         block: places that a program looks at together, a power of 2.
     """
 
@@ -272,7 +272,7 @@ class TritonNgramOps:
         self._num_parts, self._block = num_parts, block
         self._draft_block = max(2, triton.next_power_of_2(state.max_pending))
         rows = torch.zeros(1, dtype=torch.int64, device=state.tokens.device)
-        self.find(rows, 1)  # compiles: row 0 is nobody's yet
+        self.find(rows, 1)  # compiles: row 0 is no request's yet
         self.find(rows, 1, rows[:, None])
 
     def find(

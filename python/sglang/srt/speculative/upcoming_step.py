@@ -1,18 +1,18 @@
-"""What the length policy hears of a step: who asks for what before its lengths are chosen, and what
-was accepted when its result is read."""
+"""The terms in which a length policy hears of a step: who asks for what before its lengths are
+chosen, and what was accepted when its result is read."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.step.price_table import PromptChunk, StepShape
 
-# Of requests of a kind that predicted so many tokens in the step before: the share that has drafts.
+# Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.
 ShareWithDrafts = Callable[[Kind, int], float]
 MARGIN = 2.0  # standard deviations of the number of requests with drafts
 
@@ -24,7 +24,7 @@ def all_have_drafts(kind: Kind, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a length policy grants a step.
+    """The look-ahead that a length policy grants a step.
 
     Attributes:
         limit: the most tokens that an adjustable request may predict; 1 at least.
@@ -38,7 +38,7 @@ class Budget:
 
 
 class EmittingRequest(NamedTuple):
-    """What a request that emits in a step asks for.
+    """The wishes of a request that emits in a step.
 
     Attributes:
         kind: None if it accepts all tokens that it predicts (static k, or no look-ahead).
@@ -71,9 +71,6 @@ class UpcomingStep:
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompts: the chunks of prompts that it feeds.
         num_ended: requests that have ended since the step before.
-        confidences: of rows of the page table whose requests had drafts after the last step that
-            was read, how probable each draft is, given those before it; empty unless the policy
-            wants them.
         is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
     """
 
@@ -84,7 +81,6 @@ class UpcomingStep:
     prompt_reqs: int = 0
     prompts: tuple[PromptChunk, ...] = ()
     num_ended: int = 0
-    confidences: Mapping[int, Sequence[float]] = field(default_factory=dict)
     is_packed: bool = False
 
     @property
@@ -97,7 +93,7 @@ class UpcomingStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no request has more to feed than its one pending token or its prompt."""
+        """Tells whether no request has more to feed than its one pending token or its prompt."""
         return all(
             request.pending <= 1 and (request.is_adjustable or request.k == 1)
             for request in self.emitting
@@ -120,7 +116,7 @@ class UpcomingStep:
         return self._shape(limit, True, False, share)
 
     def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
-        """Of `current_shape`, the rows that `Budget.num_rows` is about."""
+        """Returns how many rows of `current_shape` `Budget.num_rows` is about."""
         return sum(
             self._rows(request, count, limit, False, share)
             for request, count in self.emitting.items()
@@ -186,11 +182,11 @@ def _is_cuttable(request: EmittingRequest) -> bool:
 
 
 class Accepted(NamedTuple):
-    """What a request accepted of a step.
+    """The tokens that a request accepted of a step.
 
     Attributes:
         num_tried: tokens that it could have accepted.
-        row: of the request in the page table; -1 where nobody asks, as in simulations.
+        row: of the request in the page table; -1 where not asked for, as in simulations.
     """
 
     kind: Kind | None

@@ -44,7 +44,7 @@ class DraftedCopy:
 
 class ConstraintQuestion:
     """Asks a step's constraint: on a CPU before the forward pass, which takes the thread; elsewhere
-    behind its launch, since the step before may not be done."""
+    after its launch, since the step before may not be done."""
 
     def __init__(self, constraint: TokenConstraint, layout: RowLayout) -> None:
         self._constraint = constraint
@@ -97,7 +97,7 @@ class ShortenedRows:
         return cls(requests, per_request[ROW][requests], tokens, most_kept)
 
     def shorten(self, accepted: AcceptedTokens) -> AcceptedTokens:
-        """Returns what all requests get then; drafts that these verified count for nobody."""
+        """Returns what all requests get then; drafts that these verified do not count."""
         requests = self.requests
         accept_lens, kept_lens = accepted.accept_lens.clone(), accepted.kept_lens.clone()
         accept_lens[requests] = torch.minimum(accept_lens[requests], self.most)
@@ -112,7 +112,7 @@ class ShortenedRows:
     def take_back(
         self, accepted: AcceptedTokens, shortened: AcceptedTokens, state: RequestRows
     ) -> None:
-        """Moves watermarks back to where `shortened` has them; behind them is the token that is
+        """Moves watermarks back to where `shortened` has them; after them is the token that is
         certain, and no draft."""
         excess = (accepted.kept_lens - shortened.kept_lens)[self.requests]
         committed = state.committed[self.rows] - excess

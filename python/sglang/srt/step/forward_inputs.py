@@ -57,8 +57,8 @@ def forward_batch_of(
 
 
 def _may_skip_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
-    """Whether the last layer may skip rows: some are not read, and nobody asks for hidden states or
-    for log-probabilities of a prompt, which need all."""
+    """Tells whether the last layer may skip rows: some are not read, and no request asks for hidden
+    states or for log-probabilities of a prompt, which need all."""
     if batch.hidden_rows or (batch.logprobs is not None and batch.logprobs.prompt_rows):
         return False
     return counts.num_reads < counts.num_rows

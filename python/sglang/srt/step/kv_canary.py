@@ -28,11 +28,11 @@ NUM_NOTES = 3
 class KVCanary:
     """Notes of each slot of each pool behind a page table, whose checksum is of the token that was
     fed there, its position, and all tokens that it follows: those before it, or the path above it
-    in a tree. Requests that share a prefix agree on the sums of its slots, and nobody else does.
+    in a tree. Requests that share a prefix agree on the sums of its slots, and no others do.
 
     A pool's notes are one of its tensors: whoever moves or releases KV does the same to them, and
     whoever forgets to is found. Below the watermark a slot must have the sum of the sequence in the
-    token table. Behind it, where only the draft steps of one round read what they have written,
+    token table. After it, where only the draft steps of one round read what they have written,
     the sum must be that of the path that the reader sees.
 
     Of a model that is fed each position's next token, the last slot of a page in a cached prefix
@@ -116,7 +116,8 @@ class KVCanary:
         notes[written] = torch.stack((sums[steps.fed], own[steps.fed], now), dim=1)
 
     def _admissions_of(self, rows: list[int]) -> list[_Admission]:
-        """Of the requests of `rows`; a new one's KV so far is of its cached prefix."""
+        """Returns the admissions of the requests of `rows`; a new one's KV so far is of its cached
+        prefix."""
         for row in rows:
             number = self._state.num_admitted[row]
             if self._admissions[row].number != number:
@@ -136,7 +137,7 @@ class KVCanary:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """Of a row's request.
+    """The admission of a row's request.
 
     Attributes:
         number: see `RequestRows.num_admitted`.
@@ -230,8 +231,8 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Of a batch with `ForwardBatch.ancestors`: what each of its T rows sees of the P =
-    MAX_TREE_ROWS columns that the bits are about. Requests that have more columns from there on
+    """The columns that each of the T rows of a batch with `ForwardBatch.ancestors` sees, among the
+    P = MAX_TREE_ROWS columns that the bits are about. Requests that have more columns from there on
     are chains.
 
     Attributes:
@@ -241,7 +242,7 @@ class _Paths:
         is_read: [T, P] bool; seen, and from before the batch.
         places: [T, P] int64; among the K columns.
         before: [T] int64; place of the column before bit 0, below 0 if there is none.
-        positions: [T] int64; where each row stands: behind all that it sees.
+        positions: [T] int64; where each row stands: after all that it sees.
     """
 
     first: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a step costs, from what was measured at start-up."""
+"""Prices steps, from what was measured at start-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PromptChunk(NamedTuple):
     """Rows of a prompt that a step feeds.
 
     Attributes:
-        position: of the first one, so many tokens are before it.
+        position: of the first one; as many tokens are before it.
     """
 
     position: int
@@ -31,7 +31,7 @@ class PromptChunk(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What of a step decides its price.
+    """The properties of a step that decide its price.
 
     Attributes:
         num_reqs: requests.
@@ -87,7 +87,7 @@ FREE = Curve((1,), (0.0,))
 
 
 def chunk_ms(kv_ms: Curve, chunk: PromptChunk) -> float:
-    """What the attention of a prompt's chunk takes.
+    """Returns the time that the attention of a prompt's chunk takes, in ms.
 
     Args:
         kv_ms: see `PriceTable.prompt_kv_ms`.
@@ -111,10 +111,10 @@ class PriceTable:
         head: logits and what is drawn from them, by rows read.
         kv_ms: each token of KV that is read.
         row_kv_ms: each pair of a row and a token of KV that it sees.
-        prompt_kv_ms: each token that the rows of a prompt's chunk see, by how many rows they are;
-            not falling. They share what they read of KV, and few of them do not occupy a GPU.
+        prompt_kv_ms: cost per token that a prompt's chunk sees, by the chunk's rows; not falling.
+            Rows share what they read of KV, and small chunks underuse a GPU.
         spread: typical deviation of one measurement from another, as a share.
-        measured_s: seconds that measuring took; 0 of prices that nobody measured.
+        measured_s: seconds that measuring took; 0 of prices that were not measured.
     """
 
     find: FindGraph
@@ -128,7 +128,7 @@ class PriceTable:
     measured_s: float = 0.0
 
     def replays(self, step: StepShape) -> bool:
-        """Whether a step replays a graph."""
+        """Tells whether a step replays a graph."""
         return self.find(step.num_reqs, step.widest, step.num_rows) is not None
 
     @property
@@ -139,19 +139,19 @@ class PriceTable:
 
     @property
     def least_row_ms(self) -> float:
-        """What a row takes in steps of so many that each takes least."""
+        """Returns the time of a row in ms, in steps of the size where a row takes least."""
         graphs = ((key.num_tokens, cost_ms) for key, cost_ms in self.graphs_ms.items())
         eager = zip(self.eager.sizes, self.eager.costs_ms, strict=True)
         return min(cost_ms / size for size, cost_ms in itertools.chain(graphs, eager))
 
     def rows_ms(self, num_reqs: int, widest: int, num_rows: int) -> float:
-        """What a step takes without its attention over KV and its logits."""
+        """Returns the time of a step without its attention over KV and its logits, in ms."""
         key = self.find(num_reqs, widest, num_rows)
         measured = None if key is None else self.graphs_ms.get(key)
         return self.eager.at(num_rows) if measured is None else measured
 
     def attention_ms(self, step: StepShape) -> float:
-        """What a step's KV takes."""
+        """Returns the time of the attention over a step's KV, in ms."""
         return (
             self.kv_ms * step.kv_tokens
             + self.row_kv_ms * step.row_kv
@@ -159,11 +159,11 @@ class PriceTable:
         )
 
     def prompt_ms(self, chunk: PromptChunk) -> float:
-        """What the attention of a prompt's chunk takes."""
+        """Returns the time of the attention of a prompt's chunk, in ms."""
         return chunk_ms(self.prompt_kv_ms, chunk)
 
     def price_ms(self, step: StepShape) -> float:
-        """What a step takes."""
+        """Returns the time of a step, in ms."""
         rows_ms = self.rows_ms(step.num_reqs, step.widest, step.num_rows)
         return rows_ms + self.head.at(step.num_read) + self.attention_ms(step)
 
@@ -176,7 +176,7 @@ class DraftPrices:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
         passes: by how many draft steps a pass has, or by the shape of its trees, what it takes by
             requests, with next to no KV.
-        measured_s: seconds that measuring took, of all; 0 of prices that nobody measured.
+        measured_s: seconds that measuring took, of all; 0 of prices that were not measured.
     """
 
     extend: PriceTable

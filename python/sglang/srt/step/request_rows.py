@@ -1,5 +1,5 @@
-"""What the device knows of each running request, so that a step can start before the host has read
-the one before it."""
+"""Holds on the device what a step needs to know of each running request, so that it can start
+before the host has read the step before it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter says nothing
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """How probable it is that look-ahead is of use, by row of the page table.
+    """Chances that look-ahead is of use, by row of the page table.
 
     Attributes:
         drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are. 0 where the
             request was given fewer drafts than others.
-        masks: [N, K] float32; that the prediction of a mask row behind the drafts is confirmed, if
+        masks: [N, K] float32; that the prediction of a mask row after the drafts is confirmed, if
             the drafts and the predictions before it are.
     """
 
@@ -63,12 +63,12 @@ class RequestRows:
     - Until what it was admitted with is read, that is all of its sequence, and committed[r] is
       less than num_tokens[r]: whoever looks at a chunk's last row finds the next token.
     - From then on num_tokens[r] == committed[r] + pending_lens[r].
-    - What lies behind num_tokens[r] is left of rejected drafts and of earlier requests. Whoever
+    - What lies after num_tokens[r] is left of rejected drafts and of earlier requests. Whoever
       looks for tokens of the request must stop at num_tokens[r].
 
     Attributes:
         vocab_size: token ids are less.
-        num_rows: rows that requests may have. N is one more: `padding_row` is behind them, whose
+        num_rows: rows that requests may have. N is one more: `padding_row` is after them, whose
             watermark is always 0 (`ReqToTokenPool`).
         tokens: [N, width] int32, the token table; as wide as the page table, which has room for all
             that steps can add at the end of the context.
@@ -86,7 +86,7 @@ class RequestRows:
     Args:
         page_table: has the same rows.
         has_trees: pending tokens may be trees.
-        max_masks: look-ahead rows behind the pending tokens of a request, at most, where steps may
+        max_masks: look-ahead rows after the pending tokens of a request, at most, where steps may
             be packed; None: they may not.
     """
 
@@ -123,7 +123,7 @@ class RequestRows:
 
     @property
     def outside(self) -> torch.Tensor | None:
-        """Where kernels report columns outside of a row: `ReqToTokenPool.outside`."""
+        """Returns where kernels report columns outside of a row: `ReqToTokenPool.outside`."""
         return self._page_table.outside
 
     def end(self, texts: list[EndedText]) -> None:
@@ -184,13 +184,13 @@ class RequestRows:
         parents: torch.Tensor | None = None,
         confidence: torch.Tensor | None = None,
     ) -> None:
-        """Writes drafts behind the certain token, which alone is pending until then. Here in plain
+        """Writes drafts after the certain token, which alone is pending until then. Here in plain
         torch; drafters do it by `StepOps.write_drafts`.
 
         Args:
             rows: [R] int64.
             tokens: [R, D] int64; D is less than `max_pending`.
-            num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
+            num_drafts: [R] int64; drafts of each, from the first on, 0 where nothing is to change,
                 as in requests that have not emitted. None: all drafts of each.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
             confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.

@@ -1,5 +1,5 @@
-"""How the rows of a step are divided among its requests, on the device and without a wait: its
-contract, and plain torch: the CPU runtime and the oracle.
+"""Divides the rows of a step among its requests, on the device and without a wait: the contract,
+and plain torch: the CPU runtime and the oracle.
 
 The host knows how many rows a step has. The device knows what each request would feed: first rows
 that it feeds in any case, then its drafts, then masks that predict drafts of the next step. A draft
@@ -24,12 +24,13 @@ HIGHEST_VALUE = 65534
 
 @dataclass(frozen=True, slots=True)
 class WantedRows:
-    """What R requests, in the order of their rows in the step, would feed. All are contiguous.
+    """The rows that R requests would feed, in the order of their rows in the step. All are
+    contiguous.
 
     Attributes:
         least: [R] int64; rows that each feeds in any case.
-        num_drafts: [R] int64; drafts behind them.
-        num_masks: [R] int64; masks behind the drafts.
+        num_drafts: [R] int64; drafts after them.
+        num_masks: [R] int64; masks after the drafts.
         draft_confidence: [N, P] float32; P(draft j is confirmed | those before it are).
         mask_confidence: [N, K] float32; P(the prediction of mask i is confirmed | all drafts and
             the predictions of the masks before it are).
@@ -44,7 +45,7 @@ class WantedRows:
     rows: torch.Tensor | None = None
 
     def check(self, num_rows: int) -> None:
-        """Of shapes; what the tensors hold is not read."""
+        """Checks shapes; what the tensors hold is not read."""
         num_reqs = len(self.least)
         assert 1 <= num_reqs <= MAX_REQUESTS, f"{num_reqs} requests"
         assert self.draft_confidence.shape[1] <= MAX_DRAFTS, self.draft_confidence.shape
@@ -64,13 +65,13 @@ class WantedRows:
 
 @dataclass(frozen=True, slots=True)
 class DividedRows:
-    """What each request feeds.
+    """The rows that each request feeds.
 
     Attributes:
         q_starts: [R + 1] int64; place of each request's first row in the step, then the end of the
             last one's; never descending, and `num_rows` at most.
-        num_drafts_kept: [R] int64; the first so many.
-        num_masks_kept: [R] int64; the first so many; 0 where not all drafts are kept.
+        num_drafts_kept: [R] int64; counted from the first.
+        num_masks_kept: [R] int64; counted from the first; 0 where not all drafts are kept.
     """
 
     q_starts: torch.Tensor
@@ -83,7 +84,7 @@ class RowDivision(Protocol):
 
     def divide(self, wanted: WantedRows, num_rows: int) -> DividedRows:
         """Keeps the `num_rows - sum(least)` most valuable drafts and masks; all, if they are no
-        more, and then the step has rows behind `q_starts[R]` that no request feeds.
+        more, and then the step has rows after `q_starts[R]` that no request feeds.
 
         A row's value is the product of its request's confidences up to its own, those of drafts
         first: float32, multiplied from the left, times HIGHEST_VALUE, rounded down. Of equal values
@@ -141,7 +142,7 @@ def _values(confidence: torch.Tensor) -> torch.Tensor:
 
 
 def _order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[R, W] int64; no two are equal, and rows of which it is less go first."""
+    """Returns unique sort keys, [R, W] int64; lower keys win."""
     num_reqs, width = values.shape
     request = torch.arange(num_reqs, device=values.device)[:, None]
     return ((HIGHEST_VALUE - values) * width + offsets) * num_reqs + request

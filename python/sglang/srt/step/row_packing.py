@@ -28,7 +28,7 @@ class RowPacking(Protocol):
         """Divides a step's rows among its requests (`RowDivision`).
 
         A request that emits only what is confirmed and feeds no prompt may lose look-ahead: its
-        drafts, then the masks behind them, are worth what `state.confidence` says. All others feed
+        drafts, then the masks after them, are worth what `state.confidence` says. All others feed
         what they must: their prompt or what is pending, and all their masks.
 
         Args:

@@ -1,4 +1,4 @@
-"""How long steps take on a GPU, by its own clock."""
+"""Measures how long steps take on a GPU, by its own clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class StepClock(Protocol):
-    """Times steps from their first launch to their last one. Nobody waits for it."""
+    """Times steps from their first launch to their last one. Nothing waits for it."""
 
     def begin(self) -> None:
         """A step's launches begin."""

@@ -1,6 +1,6 @@
-"""What a step computes beside the forward pass, a few integers per row: rows are laid out before
-it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the work.
-"""
+"""Computes what a step needs beside the forward pass, a few integers per row: rows are laid out
+before it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the
+work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PackedSize:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What a step feeds and reads of its R requests.
+    """The numbers of rows that a step feeds and reads of its R requests.
 
     Attributes:
         q_lens: rows fed.
@@ -55,7 +55,7 @@ class StepCounts:
             look-ahead, which have no drafts. The others emit predictions that no row has confirmed.
         is_plain: each request feeds its prompt or its one pending token, and one row of it is read
             at most.
-        packed: None: each request feeds and reads exactly so many rows, those behind its pending
+        packed: None: each request feeds and reads exactly that many rows, those after its pending
             tokens with the look-ahead token. Else these are the most that it may, and the device
             divides `packed.num_rows` rows among them.
     """
@@ -79,7 +79,8 @@ class StepCounts:
 
     @classmethod
     def plain(cls, batch: ScheduleBatch) -> StepCounts:
-        """Of a step that predicts one token per request and has one pending token of each."""
+        """Returns the counts of a step that predicts one token per request and has one pending
+        token of each."""
         emits = [int(flag) for flag in batch.emits]
         q_lens = [num_prompt or 1 for num_prompt in batch.num_prompt_tokens]
         return cls(q_lens, emits, emits, [True] * len(emits), is_plain=True)
@@ -126,7 +127,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadLayout:
-    """What confirming drafts needs of a step's rows.
+    """The layout of a step's rows, as far as confirming drafts needs it.
 
     Attributes:
         q_starts: [R + 1] int64; place of each request's first row, and the end of the last one's.
@@ -146,7 +147,7 @@ class LookaheadLayout:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """What a step gives its R requests.
+    """The tokens that a step gives its R requests.
 
     Attributes:
         accept_lens: [R] int64; 0 where the step emits nothing.
@@ -225,7 +226,7 @@ class StepOps(Protocol):
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        """Gathers a step's T rows: a request's tokens behind the watermark, those of its prompt
+        """Gathers a step's T rows: a request's tokens after the watermark, those of its prompt
         that the step feeds or else the pending ones, then `lookahead_token`.
 
         Args:
@@ -238,7 +239,7 @@ class StepOps(Protocol):
         stays where it is.
 
         Returns:
-            [R, 1] int64; the token behind each request's new watermark: the one drawn or, where
+            [R, 1] int64; the token after each request's new watermark: the one drawn or, where
             nothing was read, the next one of the prompt.
         """
 
@@ -252,7 +253,7 @@ class StepOps(Protocol):
         state: RequestRows,
     ) -> AcceptedTokens:
         """Ends a step with look-ahead. A request that emits only what is confirmed is given its
-        confirmed drafts and the target's token behind them, and keeps the KV of the rows that they
+        confirmed drafts and the target's token after them, and keeps the KV of the rows that they
         follow, which lie in front; that token alone is pending. Another is given its first
         `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept. The
         watermark of `RequestRows.padding_row` stays where it is.
@@ -260,7 +261,7 @@ class StepOps(Protocol):
         Args:
             layout: with `lookahead`.
             targets: [S] int64; the target's own token after each row read.
-            max_accepted: M; nobody is given more, however many drafts are confirmed.
+            max_accepted: M; no request is given more, however many drafts are confirmed.
         """
 
     def write_drafts(

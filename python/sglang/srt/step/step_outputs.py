@@ -58,7 +58,8 @@ def prompt_logprobs(
     q_lens: list[int],
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
 ) -> LogprobTensors | None:
-    """Of prompt tokens, in the model's own distribution; hidden [T, D]."""
+    """Returns log-probabilities of prompt tokens, in the model's own distribution; hidden [T,
+    D]."""
     if not plan.prompt_rows:
         return None
     rows = row_indices(plan.prompt_rows, q_lens, hidden.device)

@@ -16,7 +16,7 @@ class StepWidth:
 
     Attributes:
         decode_rows: slots that a decode step needs beyond the watermark: of the rows that it feeds,
-            and of those that a drafter's own steps feed behind the rows that it keeps.
+            and of those that a drafter's own steps feed after the rows that it keeps.
         lookahead_rows: slots that it needs after the last prompt chunk.
         max_kept: tokens by which a decode step may move the watermark, at most.
     """

@@ -1,6 +1,6 @@
-"""Where a grammar comes in: between the forward pass of a step and the choice of its tokens.
+"""Applies a grammar: between the forward pass of a step and the choice of its tokens.
 
-A grammar runs on the host, and what it allows behind a draft depends on the draft. So the worker
+A grammar runs on the host, and what it allows after a draft depends on the draft. So the worker
 hands the drafts that it feeds to the constraint, and applies the masks that come back to the
 logits. The forward pass goes on meanwhile: on a device it is launched first, since the constraint
 may read the result of the step before; on a CPU it runs between the question and the answer.
@@ -39,7 +39,7 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """What may be chosen.
+    """The tokens that may be chosen.
 
     Attributes:
         rows: which of the S rows read are restricted.
@@ -47,7 +47,7 @@ class AllowedTokens:
             entry t // 32 is set, the lowest bit first, as grammar libraries write it. Each row
             allows a token at least.
         most: tokens that a request may be given at most, by its index in the batch: 0 where its
-            masks are late, 1 where those behind its drafts are. Others may have any number.
+            masks are late, 1 where those after its drafts are. Others may have any number.
     """
 
     rows: list[int]
@@ -76,12 +76,12 @@ class TokenConstraint(Protocol):
     requests: Sequence[int]
 
     def ask(self, drafted: list[DraftedTokens]) -> None:
-        """Asks what each of `requests` may be given behind its certain token and behind each draft.
-        Rows of look-ahead behind the drafts need no mask: what they predict is only proposed.
+        """Asks what each of `requests` may be given after its certain token and after each draft.
+        Rows of look-ahead after the drafts need no mask: what they predict is only proposed.
         Called once, as soon as the step before has been computed or the forward pass launched."""
 
     def allowed(self, is_computed: Callable[[], bool]) -> AllowedTokens:
-        """Returns the answers. Called once, behind `ask`.
+        """Returns the answers. Called once, after `ask`.
 
         Args:
             is_computed: whether the forward pass is done; until then waiting costs nothing.

@@ -1,4 +1,5 @@
-"""What a step computes beside the forward pass, in plain torch: the CPU runtime and the oracle."""
+"""Computes what a step needs beside the forward pass, in plain torch: the CPU runtime and the
+oracle."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ class TorchStepOps:
         )
 
     def _lookahead(self, per_request: torch.Tensor, pending_lens: torch.Tensor) -> LookaheadLayout:
-        """Of chains; pending_lens [R] int64."""
+        """Lays out chains; pending_lens [R] int64."""
         ends = (per_request[Q_START] + per_request[Q_LEN])[-1:]
         confirms = (per_request[NUM_PROMPT] == 0) & (per_request[EMITS_ONLY_CONFIRMED] > 0)
         num_pending = torch.where(confirms, pending_lens, 1)
@@ -228,7 +229,7 @@ class TorchStepOps:
 
 
 class _Spans(NamedTuple):
-    """Rows of requests, one behind the other.
+    """Rows of requests, one after the other.
 
     Attributes:
         request, offset: [T] int64; of padding, any that exist.
@@ -264,7 +265,7 @@ def _with_trees(
     offsets: torch.Tensor,
     is_node: torch.Tensor,
 ) -> tuple[LookaheadLayout, torch.Tensor]:
-    """The layout with the trees of a step's T rows, and depths [T] int64. Rows behind a tree see
+    """The layout with the trees of a step's T rows, and depths [T] int64. Rows after a tree see
     all before them and stand at their offset, as those of a chain do.
 
     Args:

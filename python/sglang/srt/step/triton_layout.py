@@ -20,7 +20,8 @@ _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 def _token_and_slot(
     token_table_ptr, table_ptr, outside_ptr, row, column, fed, is_known, table_width
 ):  # fmt: skip
-    """What the two tables hold of a row, int64: 0 outside of it, and tokens 0 if not known."""
+    """Reads what the two tables hold of a row, int64: 0 outside of it, and tokens 0 if not
+    known."""
     is_inside = (column >= 0) & (column < table_width)
     report_outside(outside_ptr, column, fed & ~is_inside)
     place = row * table_width + column
@@ -48,7 +49,7 @@ def _tree_depth(
 
 @triton.jit
 def _store_reads(own, reads_ptr, read_stride, num_reqs, request, row, offset, index, position):
-    """What `ReadRows` has of a request; index and position of its rows read."""
+    """Stores a request's part of `ReadRows`; index and position of its rows read."""
     is_read = offset < tl.load(own + _NUM_READ * num_reqs)
     read = reads_ptr + tl.load(own + _READ_START * num_reqs) + offset
     tl.store(read, offset * 0 + request, mask=is_read)

@@ -85,7 +85,7 @@ def _most_valuable(values, room, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     above = tl.sum(_has_at_least(values, value + 1, CHUNK, BLOCK), 0)
     equal = tl.sum(_has_at_least(values, value, CHUNK, BLOCK), 0) - above
     room -= tl.sum(above)
-    # Of rows of that value the first so many of a request fit, for all requests.
+    # Of rows of that value the first few of each request fit, equally many of all requests.
     end, bit = room * 0, room * 0 + _NUM_OFFSETS
     while bit > 1:
         bit = bit >> 1

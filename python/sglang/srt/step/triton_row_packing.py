@@ -26,7 +26,7 @@ _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 
 @triton.jit
 def _is_cut(own, num_reqs, exists):
-    """Whether requests may lose look-ahead."""
+    """Tells whether requests may lose look-ahead."""
     num_prompt = tl.load(own + _NUM_PROMPT * num_reqs, mask=exists, other=1)
     only_confirmed = tl.load(own + _EMITS_ONLY_CONFIRMED * num_reqs, mask=exists, other=0)
     return (num_prompt == 0) & (only_confirmed != 0)
@@ -85,7 +85,7 @@ def _packed_counts_kernel(
 
 
 def can_pack(state: RequestRows) -> bool:
-    """Whether device rows with confidences are few enough for the kernels."""
+    """Tells whether device rows with confidences are few enough for the kernels."""
     assert state.confidence is not None, "Device rows without confidences."
     drafts, masks = state.confidence.drafts, state.confidence.masks
     fits = drafts.shape[1] <= MAX_DRAFTS and masks.shape[1] <= MAX_MASKS

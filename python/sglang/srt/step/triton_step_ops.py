@@ -1,4 +1,4 @@
-"""What a step computes beside the forward pass, each in one Triton kernel.
+"""Computes what a step needs beside the forward pass, each in one Triton kernel.
 
 What the host knows of a step travels in one copy. Triton compiles a kernel anew for each value of a
 constant, and for tensors that do not begin at a multiple of 16 bytes. So numbers of requests and of
@@ -49,7 +49,7 @@ def _write_table_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """table[rows, columns] = slots, but for columns outside of a row; rows, columns and slots stand
-    behind the first `start` integers of `packed_ptr`."""
+    after the first `start` integers of `packed_ptr`."""
     begin(PDL, early)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
@@ -74,7 +74,7 @@ def _fill_hidden(
     is_spread, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This program's part of a row of the hidden states [padded_tokens, hidden_width]: of each row
-    there are as many parts as it has blocks, one behind the other."""
+    there are as many parts as it has blocks, one after the other."""
     num_parts = tl.cdiv(hidden_width, BLOCK)
     place = tl.arange(0, BLOCK)
     column = tl.program_id(0) % num_parts * BLOCK + place
@@ -198,7 +198,7 @@ class TritonStepOps:
     def _upload(
         self, numbers: np.ndarray, writes: PageTableWrites, pool: ReqToTokenPool
     ) -> torch.Tensor:
-        """Copies numbers [N] int64 and, behind them, the writes to the device, and carries these
+        """Copies numbers [N] int64 and, after them, the writes to the device, and carries these
         out."""
         entries, table = writes.entries, pool.req_to_token
         start, count = len(numbers), entries.shape[1]

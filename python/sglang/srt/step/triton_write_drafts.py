@@ -1,4 +1,4 @@
-"""Writes drafts behind the certain tokens of requests, in one Triton kernel."""
+"""Writes drafts after the certain tokens of requests, in one Triton kernel."""
 
 from __future__ import annotations
 

@@ -110,10 +110,10 @@ class ScheduleBatch:
         new_rows, table_writes: applied before anything else of the step.
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
-        logprobs: None when nobody wants any.
+        logprobs: None when none are wanted.
         hidden_rows: rows whose last hidden states are returned. Rows that the worker did not
             feed may be named; what is returned for them means nothing.
-        constraint: restricts what requests with a grammar may be given; None: nobody has one.
+        constraint: restricts what requests with a grammar may be given; None: no request has one.
     """
 
     rows: list[int]
@@ -132,7 +132,7 @@ class ScheduleBatch:
 
     @property
     def scores_emitted(self) -> bool:
-        """Whether anyone wants log-probabilities of the tokens that the step emits."""
+        """Tells whether any request wants log-probabilities of the tokens that the step emits."""
         return self.logprobs is not None and bool(self.logprobs.emitting)
 
 
@@ -144,7 +144,7 @@ class HostResult:
         hidden_states: of each row its float32 values, as they lie in memory.
         num_drafts: R counts of drafts that were fed; empty where there were none.
         tier: see `GenerationBatchResult`.
-        paths: R lists of M nodes, see `GenerationBatchResult`; empty where nobody asked for them.
+        paths: R lists of M nodes, see `GenerationBatchResult`; empty where not asked for.
     """
 
     next_token_ids: list[list[int]]
@@ -174,7 +174,7 @@ class GenerationBatchResult:
             that emit only what is confirmed; None: there were none.
         tier: how far the drafter looked ahead, by its own count (`RowPlan.tier`).
         paths: [R, M] int32; of each accepted token the node of its request's tree that it follows,
-            0 is the certain token; the first accept_lens[i] of row i mean something. None: nobody
+            0 is the certain token; the first accept_lens[i] of row i mean something. None: none
             asked for them (`RowPlan.wants_paths`).
 
     The copy to the host begins when this is made.
@@ -198,8 +198,8 @@ class GenerationBatchResult:
         object.__setattr__(self, "_copy", copy)
 
     def _copied(self) -> list[tuple[torch.Tensor, ...]]:
-        """What goes to the host: lengths and tokens, counts of drafts, paths, log-probabilities of
-        both kinds, states."""
+        """Returns what goes to the host: lengths and tokens, counts of drafts, paths,
+        log-probabilities of both kinds, states."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
         drafts = () if self.num_drafts is None else (self.num_drafts,)
         paths = () if self.paths is None else (self.paths,)
@@ -214,7 +214,7 @@ class GenerationBatchResult:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `read` would return at once: a CPU computes while it launches."""
+        """Tells whether `read` would return at once: a CPU computes while it launches."""
         return self._copy.is_ready
 
     def wait(self) -> None:

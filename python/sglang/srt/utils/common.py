@@ -56,7 +56,7 @@ def _descendants(parent_pid: int, skip_pid: int | None) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError, IndexError):
-                # The name, in parentheses, may hold anything; the parent is two fields behind it.
+                # The name, in parentheses, may hold anything; the parent is two fields after it.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [pid for pid in children.get(parent_pid, []) if pid != skip_pid]
@@ -66,7 +66,7 @@ def _descendants(parent_pid: int, skip_pid: int | None) -> list[int]:
 
 
 def is_port_available(port: int) -> bool:
-    """Whether a server may listen on a port of this machine."""
+    """Tells whether a server may listen on a port of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -78,7 +78,7 @@ def is_port_available(port: int) -> bool:
 
 
 def get_open_port() -> int:
-    """A port that nobody listens on: SGLANG_PORT, or the next that is free; else any."""
+    """A port without a listener: SGLANG_PORT, or the next that is free; else any."""
     wished = os.environ.get("SGLANG_PORT", "")
     if wished.isdigit():
         for port in range(int(wished), 65_536):
@@ -102,7 +102,7 @@ def get_ip() -> str:
 
 
 def set_ulimit(target_soft_limit: int = 65_535) -> None:
-    """Lets this process open so many files, as far as the system allows it."""
+    """Lets this process open that many files, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wished = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
     if soft != resource.RLIM_INFINITY and soft < wished:
@@ -110,7 +110,7 @@ def set_ulimit(target_soft_limit: int = 65_535) -> None:
 
 
 def is_cuda() -> bool:
-    """Whether there is an NVIDIA GPU that works."""
+    """Tells whether there is an NVIDIA GPU that works."""
     from sglang.srt.platform import Platform
 
     return Platform.probe().device == "cuda"

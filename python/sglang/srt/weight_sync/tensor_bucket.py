@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class FlattenedTensorMetadata:
-    """Where a tensor is in a bucket.
+    """The place of a tensor in a bucket.
 
     Attributes:
         start_idx, end_idx: its values are [start_idx, end_idx) of the flat tensor.

@@ -39,7 +39,7 @@ FAILURES = (RuntimeError, ValueError, OSError, AssertionError, TypeError, Attrib
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the trainer broadcasts next.
+    """The tensors that the trainer broadcasts next.
 
     Attributes:
         name: the weight's name in a checkpoint.
@@ -258,7 +258,7 @@ def _within(
         try:
             result = work()
         except FAILURES as error:
-            with suppress(InvalidStateError):  # nobody waits any more
+            with suppress(InvalidStateError):  # no one waits any more
                 future.set_exception(error)
             return
         try:

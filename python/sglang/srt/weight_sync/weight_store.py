@@ -143,8 +143,8 @@ class WeightStore:
         return self._places.names
 
     def value_of(self, name: str) -> torch.Tensor | None:
-        """What serves under a checkpoint's name, in place; None if there is no such weight. Not to
-        be read while the memory is released."""
+        """Returns the tensor that serves under a checkpoint's name, in place; None if there is no
+        such weight. Not to be read while the memory is released."""
         return self._places.find(name)
 
     def release(self) -> None:
@@ -244,7 +244,7 @@ class WeightStore:
 
 
 class _Copy(Protocol):
-    """Where the bytes of released weights are."""
+    """The place of the bytes of released weights."""
 
     def write_to(self, contents: list[torch.Tensor]) -> None:
         """Fills tensors with the shapes of those that were kept."""
@@ -315,7 +315,8 @@ def _chunks(
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, short enough for one line; torch's errors come with C++ frames."""
+    """Returns an error's message, short enough for one line; torch's errors come with C++
+    frames."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300].rstrip(".;")
 

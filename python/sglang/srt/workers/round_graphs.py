@@ -5,7 +5,7 @@ proposes the next drafts.
 The first differs by how many drafts each request verifies, the second by how many it is given. So a
 step that gives another number of drafts than it verified replays two graphs, as any other does.
 
-Steps have such graphs where every request verifies the same number of drafts and nobody asks for
+Steps have such graphs where every request verifies the same number of drafts and none asks for
 anything that the host must look at, such as log-probabilities; proposals, where every request is
 given the same number. All others run piece by piece (`TpModelWorker`).
 """
@@ -47,7 +47,7 @@ Propose = Callable[[ExtendedStep], None]
 
 
 class VerifiedStep(NamedTuple):
-    """What the first graph of a step gave; its next replay overwrites it."""
+    """The results of the first graph of a step; its next replay overwrites them."""
 
     accepted: AcceptedTokens
     extended: ExtendedStep
@@ -55,10 +55,10 @@ class VerifiedStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Captured:
-    """A graph of so many requests.
+    """A graph for a number of requests.
 
     Attributes:
-        rows: [R] int64; of the page table, which the graph reads; all else it finds behind them.
+        rows: [R] int64; of the page table, which the graph reads; all else it finds after them.
         host_rows: what `rows` holds.
     """
 
@@ -87,8 +87,8 @@ class _CapturedStep(_Captured):
 
 
 class _Proposal(NamedTuple):
-    """Which proposals a graph is of: so many drafts of each request, with `ExtendedStep.output` or
-    without."""
+    """The proposals that a graph is of: a number of drafts of each request, with
+    `ExtendedStep.output` or without."""
 
     num_drafts: int
     has_output: bool
@@ -177,7 +177,7 @@ class RoundGraphs:
 
     def _capture_proposals(self) -> None:
         kinds = []
-        if self._output is not None:  # of which nobody needs any who is given no drafts
+        if self._output is not None:  # not needed when no drafts are proposed
             kinds += [_Proposal(count, True) for count in self._rounds if count]
         if self._proposes_without_output:
             kinds += [_Proposal(count, False) for count in self._rounds]
@@ -190,8 +190,8 @@ class RoundGraphs:
         }
 
     def _batch_sizes(self, count: int) -> list[int]:
-        """Requests that may have so many drafts, ascending. Steps of more rows keep the device busy
-        for longer than their launches take."""
+        """Requests that may have `count` drafts, ascending. Steps of more rows keep the device
+        busy for longer than their launches take."""
         return [
             size
             for size in decode_sizes(self._table.num_rows)
@@ -200,7 +200,7 @@ class RoundGraphs:
         ]
 
     def _step_sizes(self, count: int) -> list[int]:
-        """Requests of each step that verifies so many drafts. There is none of a size where a
+        """Requests of each step that verifies `count` drafts. There is none of a size where a
         larger one takes less time: batches are padded to that."""
         keys, width = self._runners.target.graph_keys, 1 + count
         assert keys is not None, "The target has graphs."
@@ -290,7 +290,7 @@ class RoundGraphs:
 
     @property
     def _are_checked(self) -> bool:
-        """Whether anybody looks at what the models are fed."""
+        """Tells whether anything checks what the models are fed."""
         return any(runner.checks for runner in self._runners.runners)
 
     def _padded(self, rows: list[int], found: _Captured) -> list[int]:
@@ -311,7 +311,7 @@ class RoundGraphs:
 
 
 def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
-    """The graph of the fewest requests that has room for so many; sizes ascend."""
+    """The graph of the fewest requests that has room for `num_reqs`; sizes ascend."""
     sizes = [*graphs] if graphs else []
     if not graphs or num_reqs > sizes[-1]:
         return None
@@ -319,7 +319,7 @@ def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
 
 
 def _is_uniform(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
-    """Whether every request verifies so many drafts, and nobody asks for more."""
+    """Tells whether every request verifies `num_drafts` drafts, and none asks for more."""
     return (
         not plan.rests
         and plan.counts.q_lens == [1 + num_drafts] * len(batch.rows)
@@ -334,7 +334,7 @@ def _is_uniform(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
 
 
 def _first(accepted: AcceptedTokens, count: int) -> AcceptedTokens:
-    """What the first `count` requests are given."""
+    """Returns what the first `count` requests are given."""
     path, num_drafts = accepted.path, accepted.num_drafts
     return AcceptedTokens(
         accepted.accept_lens[:count],

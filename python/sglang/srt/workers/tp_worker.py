@@ -1,7 +1,7 @@
 """The worker: a target model, and a drafter or none.
 
-Without a drafter, or in a step in which nobody looks ahead, each request feeds its pending token
-(or a chunk of its prompt) and is given one token. With one, a step follows the order that
+Without a drafter, or in a step in which no request looks ahead, each request feeds its pending
+token (or a chunk of its prompt) and is given one token. With one, a step follows the order that
 `speculative/drafter.py` describes.
 """
 
@@ -62,7 +62,7 @@ class _Drawing(NamedTuple):
         given: what requests get; less than was accepted where `shortened` says so.
         logits: [S, V]; after penalties and biases.
         sampling: None where all rows are greedy.
-        drawn: None where nobody wants log-probabilities.
+        drawn: None where log-probabilities are not wanted.
     """
 
     given: AcceptedTokens
@@ -82,7 +82,7 @@ class TpModelWorker:
         drafter: made over the same device rows.
         confirm: which drafts are confirmed; None: those that equal the target's own tokens.
         on_step: is told of every step with the drafter's proposals in place, for debugging.
-        clock: times every step; None: nobody asks.
+        clock: times every step; None: not asked for.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class TpModelWorker:
             self._drafter.observe(result)
 
     def capture_rounds(self, runners: RunnerGroup, needs: DrafterNeeds) -> None:
-        """Captures steps of `DrafterNeeds.rounds` and proposals behind them, if there are any that
-        can be. With `on_step` there are none: nobody could tell it what is inside."""
+        """Captures graphs of the steps of `DrafterNeeds.rounds` and of their proposals, if the
+        drafter supports them; not with `on_step`, which cannot see inside a graph."""
         if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
             assert self._drafter is not None, "Rounds are of a drafter."
             run, propose = self._run_step, self._drafter.propose
@@ -272,7 +272,7 @@ class TpModelWorker:
         return ChosenTokens(layout, tokens, None if best is None else best.logprobs.exp()), drawn
 
     def _accept_one(self, chosen: ChosenTokens) -> AcceptedTokens:
-        """The token behind the last row of each request that emits."""
+        """The token after the last row of each request that emits."""
         tokens = self._runner.step_ops.commit(chosen.layout, chosen.targets, self._state)
         per_request = chosen.layout.per_request
         return AcceptedTokens(per_request[EMITS], per_request[Q_LEN], tokens)
@@ -285,7 +285,7 @@ class TpModelWorker:
         sampling: SamplingRows | None,
         drawn: ScoredTokens | None,
     ) -> tuple[ConfirmedDrafts, ChosenTokens, ScoredTokens | None]:
-        """The drafts confirmed, and what is then emitted behind the rows, as `_choose` says it."""
+        """The drafts confirmed, and what is then emitted after the rows, as `_choose` says it."""
         target = TargetRows(chosen.layout, chosen.targets, logits, sampling)
         confirmed, emitted = self._confirm(target, max(plan.max_pending, plan.max_accepted))
         if emitted is None:
@@ -297,7 +297,7 @@ class TpModelWorker:
     def _accept_run(
         self, plan: RowPlan, chosen: ChosenTokens, confirmed: ConfirmedDrafts
     ) -> AcceptedTokens:
-        """Confirmed drafts and the token behind them, of a chain or of a path of a tree."""
+        """Confirmed drafts and the token after them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
         num_unconfirmed = None
         if plan.accepts_unconfirmed is not None:
@@ -365,7 +365,7 @@ def _result(
     prompt_logprobs: LogprobTensors | None = None,
     hidden: torch.Tensor | None = None,
 ) -> GenerationBatchResult:
-    """What the scheduler is told of a step. Its copy to the host begins here."""
+    """Returns what the scheduler is told of a step. Its copy to the host begins here."""
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
     if (
         plan.is_plain and batch.constraint is None

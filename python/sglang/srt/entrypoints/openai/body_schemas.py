@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of the bodies of OpenAI's routes, beyond the types of their fields."""
+"""Describes the bodies of OpenAI's routes in `/openapi.json`, beyond the types of their fields."""
 
 from __future__ import annotations
 

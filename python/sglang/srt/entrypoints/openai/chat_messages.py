@@ -181,7 +181,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def tool_use_of(request: ChatCompletionRequest) -> ToolUse:
-    """What the client says of tools.
+    """Returns the client's wishes about tools.
 
     Raises:
         RequestError: naming what is wrong.

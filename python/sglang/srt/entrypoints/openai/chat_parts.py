@@ -20,7 +20,7 @@ ID_CHARS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Division:
-    """How the outputs of a chat are divided.
+    """The rules by which the outputs of a chat are divided.
 
     Attributes:
         reasoning: None: nothing is told apart.
@@ -42,7 +42,7 @@ class Division:
 
 @dataclass
 class News:
-    """What is new of a choice.
+    """The new parts of a choice.
 
     Attributes:
         calls: as OpenAI has them, with their places among the calls of the choice.
@@ -57,7 +57,8 @@ class News:
 
 
 class ReasoningTokens:
-    """How many tokens of one output are reasoning: those up to the end of its mark, or all."""
+    """Counts the tokens of one output that are reasoning: those up to the end of its mark, or
+    all."""
 
     def __init__(self, form: ReasoningFormat, outset: Outset, stream: DecodeStream) -> None:
         self._parser = ReasoningParser(form, outset)
@@ -104,7 +105,7 @@ class ChoiceParts:
             self._calls = FunctionCallParser(division.calls, division.names, division.max_calls)
 
     def news(self, text: str, has_ended: bool) -> News:
-        """What is new.
+        """Returns what is new.
 
         Args:
             text: the whole output so far.
@@ -122,7 +123,7 @@ class ChoiceParts:
         return news
 
     def _parts(self, text: str, has_ended: bool) -> Iterator[Parts]:
-        """What is new, in pieces: the parsers copy what they have not given out."""
+        """Yields what is new, in pieces: the parsers copy what they have not given out."""
         for start in range(self._num_chars, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
             yield Parts(content=piece) if self._reasoning is None else self._reasoning.push(piece)

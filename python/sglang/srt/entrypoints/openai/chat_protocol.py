@@ -153,7 +153,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
 
     @property
     def begins_message(self) -> bool:
-        """Whether the template begins the assistant's message."""
+        """Tells whether the template begins the assistant's message."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt

@@ -1,4 +1,4 @@
-"""What the server's flags and the model's folder say of chats."""
+"""The settings of chats, from the server's flags and the model's folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How chats are rendered, and how answers are divided.
+    """The settings by which chats are rendered and answers divided.
 
     Attributes:
         calls: None: functions cannot be called.

@@ -36,12 +36,12 @@ RECORDS: dict[str, tuple[Any, ...]] = {"metadata": (ANYTHING,), "store": (ANYTHI
 UNSUPPORTED = neutral_fields("/v1/completions") | RECORDS
 
 
-DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; fewer behind a long prompt
+DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; fewer after a long prompt
 ANY_JSON_OBJECT = '{"type":"object"}'
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream says of usage; null is false.
+    """Says whether a stream reports usage; null is false.
 
     Attributes:
         include_usage: a last chunk with the usage of the whole request.
@@ -108,7 +108,7 @@ def parse_openai(
     Args:
         kind: a struct with SamplingFields, `stream_options` and `custom_params`.
         unsupported: fields that are accepted at neutral values only.
-        unknown: what becomes of fields that nobody knows.
+        unknown: what becomes of unknown fields.
         limits: of the prompts.
 
     Raises:
@@ -191,13 +191,13 @@ def grammar_of_format(value: dict[str, Any] | None) -> Grammar | None:
 
 
 def names_of_format(value: dict[str, Any] | None) -> dict[str, str]:
-    """What a body with this `response_format` calls the grammar."""
+    """Returns the names that a body with this `response_format` gives the grammar."""
     grammar = grammar_of_format(value)
     return {} if grammar is None else {grammar.kind: "response_format"}
 
 
 def common_body(request: Any) -> dict[str, Any]:
-    """What all of OpenAI's routes hand on to `/generate` alike.
+    """Returns the fields that all of OpenAI's routes hand on to `/generate` alike.
 
     Args:
         request: a struct with SamplingFields, and the fields that are read here.
@@ -239,7 +239,7 @@ def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, 
 
 
 def possible(top: list[Any] | None) -> list[Any]:
-    """Of the best tokens at a position those that can be drawn: a grammar may leave fewer than are
+    """Returns the best tokens at a position that can be drawn: a grammar may leave fewer than are
     asked for, and the others have no log-probability that JSON knows."""
     return [entry for entry in top or [] if entry[0] is None or entry[0] > -math.inf]
 

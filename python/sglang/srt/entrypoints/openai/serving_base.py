@@ -1,5 +1,5 @@
-"""What `/v1/completions` and `/v1/chat/completions` do alike: run a request of `/generate` and put
-its outputs into OpenAI's frame, as one answer or as chunks."""
+"""The common part of `/v1/completions` and `/v1/chat/completions`: runs a request of `/generate`
+and puts its outputs into OpenAI's frame, as one answer or as chunks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ class Form(Protocol):
 
     @property
     def base(self) -> dict[str, Any]:
-        """What the answer, and each chunk, begins with."""
+        """Returns the beginning of the answer, and of each chunk."""
 
     @property
     def takes_long(self) -> bool:
-        """Whether `choice` and `news` are to be called in a thread."""
+        """Tells whether `choice` and `news` are to be called in a thread."""
 
     def translate(self, error: RequestError) -> RequestError:
         """An error of `/generate` in the route's terms."""
 
     def usage_details(self, indices: Iterable[int]) -> dict[str, Any]:
-        """What the usage of these choices, as far as they were built, says beside its numbers."""
+        """Returns what the usage of these choices, as far as they were built, says beside its
+        numbers."""
 
     def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """A choice as a whole."""
 
     def news(self, index: int, result: dict[str, Any]) -> list[dict[str, Any]]:
-        """What a choice has since the last call, for a chunk each; the last has the reason of its
-        end, if it has ended."""
+        """Returns what a choice has since the last call, for a chunk each; the last has the reason
+        of its end, if it has ended."""
 
 
 class OpenAIAnswer:

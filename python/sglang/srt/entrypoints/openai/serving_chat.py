@@ -144,7 +144,7 @@ class ChatCompletion:
 
     async def _find_outset(self, prompt: str) -> Outset:
         """Finds where outputs begin, such as within reasoning: by the last mark in the end of the
-        prompt, behind all that is over, such as the last user's message."""
+        prompt, after all that is over, such as the last user's message."""
         form, given = self._settings.reasoning, self._request.input_ids
         if form is None:
             return Outset.FREE
@@ -158,7 +158,7 @@ class ChatCompletion:
         return form.outset_after(await self._last_turn(prompt, form))
 
     async def _last_turn(self, prompt: str, form: ReasoningFormat) -> str:
-        """The end of a prompt that was given as ids: behind the last place where it has what the
+        """The end of a prompt that was given as ids: after the last place where it has what the
         template puts between a user's message and an assistant's. All of it, if there is none."""
         try:
             between = await self._render([{"role": "user", "content": "-"}], is_turn=True)

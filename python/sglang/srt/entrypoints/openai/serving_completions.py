@@ -27,7 +27,7 @@ from sglang.srt.tokenizer import Tokenizer
 
 
 class TextOffsets:
-    """Where tokens begin in a text, given bit by bit. Ids that are not shown take no place.
+    """Finds where tokens begin in a text, given bit by bit. Ids that are not shown take no place.
 
     Args:
         start: the place of the first one.
@@ -52,7 +52,7 @@ class TextOffsets:
 
 
 class Choice:
-    """What a choice has sent so far.
+    """The part of a choice that has been sent so far.
 
     Attributes:
         echo: the prompt's text, if it comes before the output.
@@ -129,7 +129,7 @@ class Completion:
         return self._build(index, result, self._begin(index, result))
 
     def news(self, index: int, result: dict[str, Any]) -> list[dict[str, Any]]:
-        """What a choice has since the last call, which is one chunk."""
+        """Returns what a choice has since the last call, which is one chunk."""
         sent = self._sent.get(index)
         if sent is None:
             sent = self._sent[index] = self._begin(index, result)
@@ -191,7 +191,7 @@ class Completion:
         for token_id in ids[is_hidden:]:
             offsets.append(place)
             piece = stream.push([token_id])
-            if not text.startswith(" ", place):  # encoding may add a space behind special tokens
+            if not text.startswith(" ", place):  # encoding may add a space after special tokens
                 piece = piece.removeprefix(" ")
             place = min(place + len(piece), len(text))
         return offsets

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 
 class GraphSupport(Enum):
-    """Which batches a CUDA graph of this backend can replay."""
+    """The batches that a CUDA graph of this backend can replay."""
 
     NEVER = "never"
     UNIFORM_Q = "uniform_q"  # every request feeds the same number of rows
@@ -23,11 +23,10 @@ class GraphSupport(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCapabilities:
-    """What a backend can do, as data.
+    """The abilities of a backend, as data.
 
     Attributes:
         page_sizes: None for any.
-        needs_host_lens: a plan may wait for the device to know the lengths.
         tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
         max_mask_entries: of a step with `ancestors`, the most pairs of a row that it feeds and a
             key of its request; None: any number.
@@ -44,7 +43,6 @@ class AttentionCapabilities:
     dtypes: frozenset[torch.dtype]
     page_sizes: frozenset[int] | None
     graph: GraphSupport
-    needs_host_lens: bool
     tree_masks: bool
     captures_trees: bool
     reads_q_starts: bool
@@ -74,7 +72,7 @@ class AttentionBackend(Protocol):
     with a sliding window w (arXiv 2310.06825, section 2) it sees the last w of them alone: without
     a tree p-w+1..p, and in a tree, where a row sees one row of each depth above its own, those at
     most w-1 before it by `ForwardBatch.positions`. Nothing before `MHATokenToKVPool.kv_starts` is
-    seen; all rows of a batch stand behind it.
+    seen; all rows of a batch stand after it.
 
     Of rows of padding in a packed batch the result is anything, NaN too. It spreads nowhere: no
     operation mixes rows, and their K and V go to the dummy slot, which only torch_native reads;

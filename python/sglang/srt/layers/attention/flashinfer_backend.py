@@ -74,7 +74,7 @@ def why_not_here() -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """What FlashInfer lacks to compile, looking where it looks."""
+    """Returns what FlashInfer lacks to compile, looking where it looks."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:  # kernels compiled beforehand
         return []
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -106,7 +106,7 @@ class _PagedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """What a wrapper works in.
+    """The memory that a wrapper works in.
 
     Attributes:
         floats: [bytes] uint8; partial results. Shared: each kernel is done with it before the next.
@@ -297,7 +297,6 @@ class FlashInferBackend:
             dtypes=frozenset(getattr(torch, name) for name in LIMITS.dtypes),
             page_sizes=None,
             graph=GraphSupport.UNIFORM_Q,
-            needs_host_lens=True,
             tree_masks=True,
             max_mask_entries=LIMITS.max_mask_entries,
             captures_trees=False,

@@ -22,8 +22,8 @@ def tree_masks(
     windows: Sequence[int | None],
     max_entries: int = MAX_ENTRIES,
 ) -> dict[int | None, torch.Tensor]:
-    """By sliding window, which keys each row of a batch with `ancestors` sees: [sum of q_lens[i] *
-    kv_lens[i]] bool, on the batch's device. Nothing waits.
+    """Returns, by sliding window, which keys each row of a batch with `ancestors` sees: [sum of
+    q_lens[i] * kv_lens[i]] bool, on the batch's device. Nothing waits.
 
     Args:
         layout: of the batch, exact.
@@ -35,7 +35,7 @@ def tree_masks(
     columns = torch.arange(max(layout.kv_lens), device=device)
     rows = _rows_of(batch, layout)
     count, num_rows = rows.num_entries, len(rows.at)
-    # What lies behind the keys of a row's own request is written to one entry more.
+    # What lies after the keys of a row's own request is written to one entry more.
     masks = {w: torch.empty(count + 1, dtype=torch.bool, device=device) for w in wished}
     step = max(1, max_entries // len(columns))
     for first in range(0, num_rows, step):

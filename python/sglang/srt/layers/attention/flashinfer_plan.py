@@ -1,5 +1,5 @@
-"""What FlashInfer is told about a step, from numbers that the host has: neither a device nor
-FlashInfer is needed here."""
+"""Lays out a step for FlashInfer from numbers that the host has: neither a device nor FlashInfer is
+needed here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS_PER_MULTIPROCESSOR = 2  # that FlashInfer's plan fills with splits of the
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where the R requests of a step have their rows and their pages.
+    """The places of the rows and pages of the R requests of a step.
 
     Attributes:
         q_lens, kv_lens: R each; rows fed, and tokens with KV.
@@ -31,7 +31,7 @@ class StepLayout:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each request feeds one row."""
+        """Tells whether each request feeds one row."""
         return set(self.q_lens) == {1}
 
     @property

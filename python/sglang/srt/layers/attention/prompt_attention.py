@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptItems:
-    """What the kernels read of a step.
+    """The inputs that the kernels read of a step.
 
     Attributes:
         items: [I, 5] int32, see `prompt_kernel.py`; empty ones have no rows.
@@ -124,7 +124,7 @@ class PromptAttention:
 
     @staticmethod
     def can_serve(kv: torch.Tensor, num_heads: int) -> bool:
-        """Whether the GPU and the heads of a layer's pool are such that this class can be used."""
+        """Tells whether this class can be used with the GPU and the heads of a layer's pool."""
         return (
             not INTERPRETED
             and has_warp_group_mma(kv.device)
@@ -138,7 +138,7 @@ class PromptAttention:
 
         Args:
             q_lens, kv_lens: rows that each request feeds, and its tokens with KV after the step, at
-                most. In a packed batch the first requests feed exactly so many, and none of the
+                most. In a packed batch the first requests feed exactly that many, and none of the
                 others as many as MIN_ROWS: so the host knows where the rows of prompts lie.
         """
         taken, starts = choose(prompts_of(q_lens, kv_lens), self._gathered.shape[0])
@@ -225,7 +225,7 @@ class PromptAttention:
         return choose_splits(tiles, self._num_kv_heads, self._num_multiprocessors)
 
     def _most_shares(self, num_items: int) -> int:
-        """Items times splits of any step of up to so many items."""
+        """Items times splits of any step of up to `num_items` items."""
         return max(num_items, MAX_ROUNDS * self._num_multiprocessors // self._num_kv_heads)
 
 

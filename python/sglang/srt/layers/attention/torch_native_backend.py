@@ -67,7 +67,6 @@ class TorchNativeBackend:
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             page_sizes=None,
             graph=GraphSupport.NEVER,
-            needs_host_lens=True,
             tree_masks=True,
             captures_trees=False,
             reads_q_starts=False,
@@ -168,7 +167,7 @@ class TorchNativeBackend:
         return _Group(tokens, positions, kv_lens, slots, masks)
 
     def _slots(self, rows: torch.Tensor, first: torch.Tensor, length: int) -> torch.Tensor:
-        """[N, length] int64; of rows [N] of the table from the columns first [N] on, any behind
+        """[N, length] int64; of rows [N] of the table from the columns first [N] on, any after
         their ends."""
         if self._kv_starts is None:
             return self._table[rows, :length].to(torch.int64)
@@ -219,7 +218,7 @@ def _unpacked(batch: ForwardBatch, starts: list[int]) -> ForwardBatch:
 
 
 def _tree_mask(ancestors: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
-    """Which keys `ancestors` [N, q] int64 let a query see.
+    """Returns which keys `ancestors` [N, q] int64 let a query see.
 
     Args:
         row_of: [N, L] int64; row of the step that each key is of, below 0 if of none.

@@ -135,7 +135,6 @@ class TritonBackend:
             dtypes=frozenset(DTYPES),
             page_sizes=None,
             graph=GraphSupport.RAGGED_Q,
-            needs_host_lens=False,
             tree_masks=True,
             captures_trees=True,
             reads_q_starts=True,
@@ -145,7 +144,7 @@ class TritonBackend:
 
     @property
     def few_rows(self) -> Sequence[FewRows]:
-        """How the items of few rows of the planned step are launched."""
+        """Returns how the items of few rows of the planned step are launched."""
         return tuple(self._few)
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -291,8 +290,9 @@ class TritonBackend:
         longest_narrow: int,
         num_wide: int,
     ) -> None:
-        """The groups of few rows at the head of `items`, whose requests have KV for up to so many
-        positions. Of the wide ones about `num_wide` are not empty."""
+        """The groups of few rows at the head of `items`, whose requests have KV for up to
+        `longest_wide` or `longest_narrow` positions. About `num_wide` of the wide ones are not
+        empty."""
         wide, narrow = items[: room.wide], items[room.wide :][: room.narrow]
         self._few = []
         if room.wide:

@@ -28,7 +28,7 @@ class Tuning:
         whole: for the same without a split, while the GPU has room for all programs at once.
         crowded: for the same when it has not.
         num_programs: programs of all items that fill the GPU.
-        num_split_programs: the KV of few requests is split until there are so many, of narrow
+        num_split_programs: the KV of few requests is split until there are this many, of narrow
             items; of wide ones until there are `num_programs`.
         max_splits: the most parts of one request's KV.
     """

@@ -1,4 +1,5 @@
-"""What a layer does between its matrix products, in plain torch: the CPU runtime and the oracle."""
+"""Computes what a layer does between its matrix products, in plain torch: the CPU runtime and the
+oracle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a layer does between its matrix products, each in one Triton kernel, and matrix products of
-few rows. All of it is bound by memory, or by the time that a launch takes; sums are float32.
+"""Computes what a layer does between its matrix products, each in one Triton kernel, and matrix
+products of few rows. All of it is bound by memory, or by the time that a launch takes; sums are
+float32.
 
 On GPUs that can, a kernel is launched while the one before it ends (`PDL`: CUDA's programmatic
 dependent launch) and waits for it before it reads anything.
@@ -147,7 +148,7 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _FewRows:
-    """How `_few_rows_kernel` is launched, chosen on an H100."""
+    """The launch of `_few_rows_kernel`, chosen on an H100."""
 
     block_m: int
     block_n: int

@@ -1,8 +1,8 @@
-"""How many rows a step of drafts gets, chosen on the host from what it read last.
+"""Chooses on the host how many rows a step of drafts gets, from what it read last.
 
 For each request there is a chain of the same length, or a tree of the same size at most.
-Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of so many
-drafts, and the device divides them among the requests by the scores of these very drafts
+Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of that
+many drafts, and the device divides them among the requests by the scores of these very drafts
 (`RowPacking`). Where all of them pay, the step is the one that it would be without this.
 """
 
@@ -36,12 +36,13 @@ from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
-GAIN_GRAIN = 128  # rows of prompts are rounded up to so many
-LOOK_STEPS = 16  # after so many steps it is computed anew what rounds cost and cutting gains
+GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
+LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
 class RoundTables:
-    """What rounds cost by rows, for any number of requests and drafts, and beside any prompts.
+    """Tables of the cost of rounds by rows, for any number of requests and drafts, and beside any
+    prompts.
 
     Args:
         rounds: prices of rounds.
@@ -60,8 +61,8 @@ class RoundTables:
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
     def table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
-        """Of rounds in which each request has so many drafts, 1 at least; its last bucket is the
-        round that verifies all of them.
+        """Returns the costs of rounds in which each request has `num_drafts` drafts, 1 at least;
+        the last bucket is the round that verifies all of them.
 
         Args:
             case: of `UpcomingRound.cases`.
@@ -78,7 +79,8 @@ class RoundTables:
         return LatencyTable(found.rows, tuple(costs))
 
     def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
-        """Rows that a packed step of so many has room for; arguments as for `PriceTable.find`."""
+        """Rows that a packed step of `num_rows` rows has room for; arguments as for
+        `PriceTable.find`."""
         key = self._packed.target.find(num_reqs, widest, num_rows)
         return num_rows if key is None else key.num_tokens
 
@@ -197,7 +199,7 @@ class TileSpec:
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
     def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
-        """What the step's round costs, beside the prompts that share it."""
+        """Returns the costs of the step's round, beside the prompts that share it."""
         return self._table(round_of(batch), max(num_drafts))
 
     def _table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
@@ -208,7 +210,8 @@ class TileSpec:
         return self._known[key]
 
     def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
-        """How many of the drafts of so many requests pay; all while nothing is known of any."""
+        """Returns how many of the drafts pay for `num_decodes` requests; all while nothing is known
+        of any."""
         most = sum(num_drafts)
         if self._fixed is not None:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
@@ -218,8 +221,9 @@ class TileSpec:
         return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
 
     def gain(self, case: RoundCase, num_drafts: int) -> float:
-        """How many times as many tokens per millisecond rounds give that verify the drafts that
-        pay, of chains of so many, as rounds that verify all; `case` as for `RoundTables.table`."""
+        """Returns the tokens per millisecond of rounds that verify the drafts that pay, of chains
+        of `num_drafts`, divided by those of rounds that verify all; `case` as for
+        `RoundTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
         chances = self._chances(self._scores, num_drafts, case.num_reqs * num_drafts)
@@ -236,7 +240,7 @@ class TileSpec:
         return self._calibration.predict(resampled(scores, longest, count))
 
     def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
-        """Rows that padding would take if so many drafts were cut."""
+        """Rows that padding would take if that many drafts were cut."""
         q_lens = plan.counts.q_lens
         num_rows = sum(q_lens) - num_cut
         return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
@@ -290,7 +294,7 @@ class TileSpec:
         return confirmed
 
     def _continued(self, chain: Floats, num_right: int) -> int:
-        """Drafts of a chain that are right, if the first so many are; chain [S] of chances."""
+        """Drafts of a chain that are right, if the first `num_right` are; chain [S] of chances."""
         while num_right < len(chain):
             before = chain[num_right - 1] if num_right else 1.0
             if self._lots.random() * before >= chain[num_right]:
@@ -306,7 +310,7 @@ def confirmed_nodes(
 
     Args:
         paths: [D, M]; nodes from the root on, 0; draft j is node j + 1.
-        num_confirmed: [D]; what is behind so many drafts of a path means nothing.
+        num_confirmed: [D]; what is after that many drafts of a path means nothing.
     """
     is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
     nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
@@ -333,7 +337,7 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
 
 
 def _packed(plan: RowPlan, num_cut: int) -> RowPlan:
-    """The plan with so many drafts less; the device decides which."""
+    """The plan with fewer drafts; the device decides which."""
     counts = plan.counts
     size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
     return replace(plan, counts=replace(counts, packed=size))

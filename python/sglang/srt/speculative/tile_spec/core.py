@@ -1,4 +1,5 @@
-"""How many drafts a step should verify: what they are worth, what rows cost, and the best number.
+"""Computes how many drafts a step should verify: their worth, the cost of rows, and the best
+number.
 
 Plain arithmetic on the host. A **draft's score** is the product of the head's probabilities along
 its chain up to itself, so it is high if the draft and all before it are probably right. A step of
@@ -162,8 +163,8 @@ class PiecewiseLinearLatency:
         return tuple(segment.last for segment in self.segments)
 
     def at(self, num_rows: int) -> float:
-        """Milliseconds of so many rows: between two segments those of the later one, since a GPU
-        computes whole tiles, and beyond the last one as its line goes on."""
+        """Milliseconds of a number of rows: between two segments those of the later one, since a
+        GPU computes whole tiles, and beyond the last one as its line goes on."""
         index = bisect.bisect_left(self.ends, num_rows)
         return self.segments[min(index, len(self.segments) - 1)].at(num_rows)
 
@@ -202,7 +203,8 @@ class LatencyTable:
 def compute_optimal_k(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> int:
-    """How many drafts to verify, of all requests together, for most tokens per millisecond.
+    """Computes how many drafts to verify, of all requests together, for most tokens per
+    millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
@@ -215,7 +217,7 @@ def compute_optimal_k(
     Args:
         chances: [n] float in any order and shape; of each draft, that it and all before it are
             confirmed.
-        table: of rounds of so many requests.
+        table: of rounds of `num_requests` requests.
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
@@ -225,8 +227,8 @@ def compute_optimal_k(
 
 
 class Cut(NamedTuple):
-    """How many drafts to verify, and how many times as many tokens per millisecond that gives as
-    verifying all."""
+    """A number of drafts to verify, and its tokens per millisecond divided by those of verifying
+    all."""
 
     num_drafts: int
     gain: float

@@ -159,7 +159,7 @@ class Kept(msgspec.Struct, Generic[T]):
 
 
 class Profile(msgspec.Struct):
-    """What the file holds."""
+    """The content of the file."""
 
     target: Kept[KeptTable]
     head: Kept[KeptDrafts]
@@ -250,14 +250,14 @@ def cheapest_graphs(prices: PriceTable) -> dict[int, float]:
 
 
 def latency_of(prices: PriceTable) -> PiecewiseLinearLatency:
-    """By the cheapest graph of each number of rows, and by larger steps."""
+    """Returns the latency by number of rows: that of the cheapest graph, or of larger steps."""
     eager = dict(_pairs(prices.eager))
     by_rows = sorted((eager | cheapest_graphs(prices)).items())
     return PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True))
 
 
 def cliffs(prices: PriceTable) -> list[int]:
-    """Numbers of rows behind which steps take far longer."""
+    """Numbers of rows after which steps take far longer."""
     return list(latency_of(prices).ends[:-1])
 
 
@@ -271,7 +271,7 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
 
 
 def measured_with(runner: ModelRunner) -> dict[str, str]:
-    """What the prices of a runner's steps depend on."""
+    """Returns what the prices of a runner's steps depend on."""
     config, keys = runner.config, runner.graph_keys
     fields = {name: getattr(config, name) for name in TIMED_FIELDS}
     graphs = [] if keys is None else [dataclasses.astuple(key) for key in keys.all]
@@ -302,7 +302,8 @@ def _version(package: str) -> str:
 
 @cache
 def code_digest() -> str:
-    """Of the code that decides how long a step takes; its files are read once in a process."""
+    """Returns a digest of the code that decides how long a step takes; its files are read once in a
+    process."""
     found = hashlib.sha256()
     for folder in timed_folders():
         for path in sorted(folder.rglob("*")):

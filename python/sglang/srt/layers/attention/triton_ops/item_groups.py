@@ -1,4 +1,4 @@
-"""How a step is cut into work items (`items.py`), by what the host knows.
+"""Cuts a step into work items (`items.py`), by what the host knows.
 
 There are three groups of items, each of its own tiles, so each a launch of its own:
 
@@ -19,7 +19,7 @@ from sglang.srt.layers.forward_batch import MIXED, GraphKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """Which group a request's items are in, and the most rows of an item.
+    """Limits that decide a request's group of items, and the most rows of an item.
 
     Attributes:
         narrow: the most rows of a request of the narrow group, each of which is one item.
@@ -70,8 +70,9 @@ class ItemGroups:
     def of(
         cls, q_lens: Sequence[int], limits: RowLimits, others: frozenset[int] = frozenset()
     ) -> ItemGroups:
-        """Of requests that feed q_lens[i] rows, but of none in `others`. Of those in several items
-        the last rows come first: they see most, so their programs are to start first."""
+        """Groups requests that feed q_lens[i] rows, but none of those in `others`. Of those in
+        several items the last rows come first: they see most, so their programs are to start
+        first."""
         groups = cls([], [], [])
         starts = accumulate(q_lens, initial=0)
         for request, (start, q_len) in enumerate(zip(starts, q_lens, strict=False)):
@@ -87,7 +88,7 @@ class ItemGroups:
 
     @property
     def room(self) -> ItemRoom:
-        """What these items take."""
+        """Returns the room that these items take."""
         return ItemRoom(*(len(group) // ITEM_SIZE for group in self._in_order()))
 
     def padded(self, room: ItemRoom) -> list[int]:

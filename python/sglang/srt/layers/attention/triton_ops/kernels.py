@@ -36,7 +36,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paged:
-    """Where a step's KV lies, and what of it is seen.
+    """The place of a step's KV, and the part of it that is seen.
 
     Attributes:
         table: [num_rows, width] int32; slot of each token of each row.
@@ -216,7 +216,7 @@ def _split_kernel(
 def constants_of(
     q: torch.Tensor, kv: torch.Tensor, window: int | None, tiles: Tiles
 ) -> dict[str, int | bool]:
-    """What every attention kernel knows when it is compiled."""
+    """Returns the constants that every attention kernel is compiled with."""
     num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -286,7 +286,7 @@ def attend_items_split(
 def stats_and_sums(
     workspace: torch.Tensor, block_m: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where programs leave (top, total) and acc of their packed rows."""
+    """Returns where programs leave (top, total) and acc of their packed rows."""
     size = 2 * (workspace.numel() // (head_dim + 2) // block_m * block_m)
     return workspace[:size], workspace[size:]
 

@@ -259,7 +259,8 @@ def _consume(
 
 @gluon.jit
 def _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr):
-    """Of an item's first row among the KV that is seen; `kv_starts_ptr` may be None."""
+    """Returns the position of an item's first row among the KV that is seen; `kv_starts_ptr` may be
+    None."""
     request = gl.load(item)
     position = gl.load(kv_lens_ptr + request).to(gl.int32) - gl.load(item + 3)
     if kv_starts_ptr is not None:
@@ -342,7 +343,7 @@ def _prompt_kernel(
 
 @cache
 def tile_layout(head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a tile of K or V in shared memory."""
+    """Returns the layout of a tile of K or V in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([BLOCK_N, head_dim], _GLUON_TYPES[dtype])
 
 
@@ -350,7 +351,7 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def describe_gathered(gathered: torch.Tensor) -> TensorDescriptor:
-    """What `attend_prompts` reads tiles by.
+    """Returns the descriptor by which `attend_prompts` reads tiles.
 
     Args:
         gathered: [rows, 2 * num_kv_heads, head_dim] contiguous, of one of `DTYPES`.
