@@ -60,12 +60,6 @@ def median_us(replay: Callable[[], None], num_calls: int) -> float:
     return statistics.median(times_us[WARM_UPS:])
 
 
-def device_us(calls: Sequence[Call], num_calls: int) -> tuple[float, str]:
-    """Device time of a call, and how it was taken (`capture`)."""
-    replay, method = capture(calls, num_calls)
-    return median_us(replay, num_calls), method
-
-
 def burst_us(replay: Callable[[], None], num_calls: int) -> float:
     """Device time of one of the calls that `replay` makes, in a few replays after a rest: at the
     clock of a GPU that has just started to work."""
@@ -102,7 +96,8 @@ def sustained_us(replay: Callable[[], None], num_calls: int, expected_us: float)
 def copy_gb_s(device: torch.device) -> float:
     """Bandwidth of a large copy; what is read and what is written both count."""
     source, target = torch.empty((2, COPY_BYTES), dtype=torch.uint8, device=device).random_()
-    return 2 * COPY_BYTES / device_us([lambda: target.copy_(source)], 4)[0] / 1e3
+    replay, _ = capture([lambda: target.copy_(source)], 4)
+    return 2 * COPY_BYTES / median_us(replay, 4) / 1e3
 
 
 def cache_bytes(device: torch.device) -> int:

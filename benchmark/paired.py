@@ -246,7 +246,10 @@ class Way:
 
 
 def closed_loops(
-    ways: Mapping[str, Way], prompts: list[list[int]], least_s: float | None = None
+    ways: Mapping[str, Way],
+    prompts: list[list[int]],
+    least_s: float | None = None,
+    has_equal_lengths: bool = False,
 ) -> Run[int]:
     """Makes the run of `Paired` that keeps so many requests at once, on the first prompts.
 
@@ -255,6 +258,7 @@ def closed_loops(
     Args:
         least_s: that the fastest way's laps take, as round 0 has found; None: one lap, or of many
             requests BUSY_LAPS.
+        has_equal_lengths: all outputs are as long; else those of a lap differ.
     """
     lap_s: dict[int, float] = {}
 
@@ -270,7 +274,7 @@ def closed_loops(
         params = chosen.params | {"max_new_tokens": new_tokens}
         lap = prompts[: max(MIN_PROMPTS, load, min(2 * load, BUSY))]
         laps = laps_of(load) if number else 1
-        lengths = varied_lengths(len(lap), new_tokens)
+        lengths = None if has_equal_lengths else varied_lengths(len(lap), new_tokens)
         result = asyncio.run(closed_loop(chosen.engine, lap, params, load, laps, lengths=lengths))
         if not number:
             lap_s[load] = min(lap_s.get(load, math.inf), result.seconds * asked / new_tokens)

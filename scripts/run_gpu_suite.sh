@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a GPU host, without network, root or an installation: the GPU tests, chosen end-to-end tests
-# and chosen benchmarks, with wheels made by scripts/make_wheelhouse.sh. All of them run even if one
-# fails; a table comes last, and the exit status is 0 only if all went well.
+# On a GPU host, without network, root or an installation: the GPU tests, the suites that compare tokens
+# once per way to run them, chosen tests and benchmarks, with wheels made by scripts/make_wheelhouse.sh.
+# All of them run even if one fails; a table comes last, and the exit status is 0 only if all went well.
 set -euo pipefail
 
 usage() {
@@ -11,6 +11,10 @@ Usage: bash scripts/run_gpu_suite.sh [options]
   --wheelhouse DIR      wheels to install (default .wheelhouse; not there: nothing is installed)
   --site DIR            where they are installed, kept for the next run (default: a temporary folder)
   --gpu-tests PATH      tests that always run (default test/gpu, left out if it does not exist)
+  --ways "NAMES"        ways to run the suites that compare tokens with transformers, with a CPU or with
+                        each other, separated by ';': "triton; triton, no graphs; flashinfer, no overlap",
+                        or "all", those of each attention backend with and without graphs and overlap
+  --workers N           processes of one way (default 8)
   --tests "PATHS"       more tests, each path a run of its own, for example "test/e2e/test_mtp.py"
   --benchmarks "NAMES"  modules of benchmark/measure/, separated by ';', each with its own arguments:
                         "long_prompts --repeats 1; startup"; results go to DIR/NAME.json
@@ -36,6 +40,8 @@ RESULTS="$ROOT/gpu_results"
 WHEELHOUSE=""
 SITE=""
 GPU_TESTS=test/gpu
+WAYS=""
+WORKERS=8
 TESTS=""
 BENCHMARKS=""
 TEST_LIMIT_S=900
@@ -43,7 +49,8 @@ BENCHMARK_LIMIT_S=900
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) usage; exit 0 ;;
-        --out | --wheelhouse | --site | --gpu-tests | --tests | --benchmarks | --test-limit | --benchmark-limit)
+        --out | --wheelhouse | --site | --gpu-tests | --ways | --workers | --tests | --benchmarks | \
+            --test-limit | --benchmark-limit)
             [ $# -ge 2 ] || misused "$1 needs a value." ;;
         *) misused "Unknown argument: $1" ;;
     esac
@@ -52,6 +59,8 @@ while [ $# -gt 0 ]; do
         --wheelhouse) WHEELHOUSE="$2" ;;
         --site) SITE="$(realpath -m -- "$2")" ;;
         --gpu-tests) GPU_TESTS="$2" ;;
+        --ways) WAYS="$2" ;;
+        --workers) WORKERS="$2" ;;
         --tests) TESTS="$2" ;;
         --benchmarks) BENCHMARKS="$2" ;;
         --test-limit) TEST_LIMIT_S="$2" ;;
@@ -62,11 +71,67 @@ done
 for limit in "$TEST_LIMIT_S" "$BENCHMARK_LIMIT_S"; do
     [[ "$limit" =~ ^[1-9][0-9]*$ ]] || misused "A limit is a whole number of seconds, not '$limit'."
 done
+[[ "$WORKERS" =~ ^[1-9][0-9]*$ ]] || misused "--workers takes a number of processes, not '$WORKERS'."
 [ -z "$WHEELHOUSE" ] || [ -d "$WHEELHOUSE" ] ||
     fail "there is no wheelhouse $WHEELHOUSE. Make it where there is network: bash scripts/make_wheelhouse.sh DIR"
 WHEELHOUSE="$(realpath -m -- "${WHEELHOUSE:-$ROOT/.wheelhouse}")"
 
+# Suites of a way: those over the bundled model, and those over small ones, which FlashInfer, that has
+# no float32 and no small heads, leaves out.
+BUNDLED_SUITES=(
+    test/e2e/test_{greedy_equality,mtp}.py
+    test/e2e/test_engine_{determine_generation,pause_continue,flush_cache}.py
+    test/unit/mtp/test_mtp_equality.py
+)
+SMALL_SUITES=(
+    test/e2e/test_logprobs_and_penalties.py
+    test/unit/mtp/test_{mtp_requests,pause_with_model,observability,ledger_matrix,packed_steps}.py
+    test/unit/speculative/test_{second_model_drafter,toy_drafters}.py
+)
+
+suites_of() { # <way>
+    printf '%s\n' "${BUNDLED_SUITES[@]}"
+    [[ "$1" = flashinfer* ]] || printf '%s\n' "${SMALL_SUITES[@]}"
+}
+
+target_of() { # <way>: SGLANG_TEST_TARGET (test/support/target.py); fails if there is no such way
+    local flags rest="$1,"
+    [[ " ${BACKENDS[*]} " = *" ${rest%%,*} "* ]] || return 1
+    flags="\"attention_backend\": \"${rest%%,*}\""
+    [[ "$1" != flashinfer* ]] || flags+=', "dtype": "float16"'
+    while rest="${rest#*,}" && [ -n "$rest" ]; do
+        case "${rest%%,*}" in
+            " no graphs") flags+=', "disable_cuda_graph": true' ;;
+            " no overlap") flags+=', "disable_overlap_schedule": true' ;;
+            *) return 1 ;;
+        esac
+    done
+    printf '{%s}' "$flags"
+}
+
+WAY_NAMES=() BACKENDS=()
+if [ -n "$WAYS" ]; then
+    command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
+    read -r -a BACKENDS < <(PYTHONPATH="$ROOT/python" "$PYTHON" -c \
+        'from sglang.srt.registry import ATTENTION_BACKENDS; print(*ATTENTION_BACKENDS.names)') ||
+        fail "$PYTHON cannot read the names of attention backends."
+fi
+if [ "$WAYS" = all ]; then
+    for backend in "${BACKENDS[@]}"; do
+        WAY_NAMES+=("$backend"{,", no graphs"}{,", no overlap"})
+    done
+else
+    IFS=';' read -r -d '' -a NAMED <<<"$WAYS" || true
+    for way in ${NAMED[@]+"${NAMED[@]}"}; do
+        way="$(sed 's/^[[:space:]]*//; s/[[:space:]]*$//' <<<"$way")"
+        [ -z "$way" ] || WAY_NAMES+=("$way")
+    done
+fi
+
 # Names that are wrong should not show up after an hour.
+for way in ${WAY_NAMES[@]+"${WAY_NAMES[@]}"}; do
+    target_of "$way" >/dev/null || fail "--ways: there is no '$way'."
+done
 read -r -a TEST_PATHS <<<"${TESTS//$'\n'/ }"
 IFS=';' read -r -d '' -a BENCHMARK_RUNS <<<"$BENCHMARKS" || true
 cd "$ROOT"
@@ -218,6 +283,17 @@ run_tests() { # <path>
     run_step "${name%.py}" "$TEST_LIMIT_S" "$PYTHON" -m pytest -q -p no:cacheprovider --durations=10 "$1"
 }
 
+run_way() { # <way>
+    local suites=()
+    if [[ "$1" = flashinfer* ]] && ! "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
+        printf '\n=== %s left out: flashinfer-python is not installed\n' "$1"
+        return
+    fi
+    mapfile -t suites < <(suites_of "$1")
+    run_step "$(tr -s ', ' '-' <<<"$1")" "$TEST_LIMIT_S" env SGLANG_TEST_TARGET="$(target_of "$1")" \
+        "$PYTHON" -m pytest -q -p no:cacheprovider -n "$WORKERS" --dist loadfile "${suites[@]}"
+}
+
 run_benchmark() { # <name> <arguments...>
     local name="${1%.py}" result=()
     shift
@@ -244,7 +320,13 @@ check_imports
 
 printf '[3/3] Tests and benchmarks, logs in %s\n' "$RESULTS"
 [ ! -e "$GPU_TESTS" ] || run_tests "$GPU_TESTS"
-[ "$GPU_TESTS" != test/gpu ] || run_tests sgl-kernel/tests/test_kernels_gpu.py
+if [ "$GPU_TESTS" = test/gpu ]; then
+    run_tests sgl-kernel/tests/test_kernels_gpu.py
+    run_tests sgl-kernel/tests/test_tree_kernels_gpu.py
+fi
+for way in ${WAY_NAMES[@]+"${WAY_NAMES[@]}"}; do
+    run_way "$way"
+done
 for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
     run_tests "$path"
 done

@@ -1,8 +1,8 @@
 """Writes the measured tables of README.md and docs/, and the plots, from the stored results.
 
-python -m benchmark.report                 all of them; plots need matplotlib
-python -m benchmark.report layer_ops       some, by name (`places.py`)
-python -m benchmark.report --check         fails where a table is not what the results give
+python -m benchmark.report                  all of them; plots need matplotlib
+python -m benchmark.report costly_requests  some, by name (`places.py`)
+python -m benchmark.report --check          fails where a table is not what the results give
 """
 
 from __future__ import annotations

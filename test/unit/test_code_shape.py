@@ -33,8 +33,6 @@ ALLOWED: dict[tuple[str, str], int] = {
     # second one runs nothing of them.
     ("unsafe", f"{PACKAGE}/srt/pickled_weights.py"): 1,
     ("unsafe", f"{PACKAGE}/srt/control/pickle_records.py"): 1,
-    # A text for prompts.
-    ("unsafe", "scripts/check_speculation.py"): 1,
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from sglang.srt.server_args import ServerArgs
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 FAKE_TORCH = '''\
@@ -22,11 +25,27 @@ class cuda:
 '''
 
 
-def run_script(name: str, *arguments: object, path: Path | None = None) -> tuple[int, str]:
+# Instead of running tests it writes down for which target they are, and their files.
+NOTING_PYTHON = """\
+#!/usr/bin/env bash
+if [ "$1 $2" = "-m pytest" ]; then
+    echo "$SGLANG_TEST_TARGET $*" >>"{notes}"
+    echo "1 passed"
+elif [ "$2" = "import flashinfer" ]; then
+    exit 1
+else
+    exec "{python}" "$@"
+fi
+"""
+
+
+def run_script(
+    name: str, *arguments: object, path: Path | None = None, python: object = sys.executable
+) -> tuple[int, str]:
     """Exit status and all output; `path` goes first on the script's Python path."""
     environment = {
         **os.environ,
-        "PYTHON": sys.executable,
+        "PYTHON": str(python),
         "PYTHONPATH": str(path or ""),
         "PYTEST_ADDOPTS": "-p no:schemathesis -p no:hypothesispytest",  # slow to load, and unused
     }
@@ -54,6 +73,7 @@ def fake_host(folder: Path, available: bool) -> Path:
         ("run_gpu_suite.sh", ["here"], "Unknown argument: here"),
         ("run_gpu_suite.sh", ["--out"], "--out needs a value"),
         ("run_gpu_suite.sh", ["--test-limit", "1m"], "whole number of seconds"),
+        ("run_gpu_suite.sh", ["--workers", "all"], "a number of processes"),
     ],
 )
 def test_wrong_arguments_show_the_usage(script: str, arguments: list[str], reason: str) -> None:
@@ -69,6 +89,8 @@ def test_wrong_arguments_show_the_usage(script: str, arguments: list[str], reaso
         (["--tests", "test/nowhere.py"], "there is no test/nowhere.py"),
         (["--benchmarks", "long_prompts --repeats 1; nothing"], "no benchmark/measure/nothing.py"),
         (["--wheelhouse", "/nowhere"], "make_wheelhouse.sh"),
+        (["--ways", "triton; tritan"], "there is no 'tritan'"),
+        (["--ways", "triton, no graph"], "there is no 'triton, no graph'"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_runs(arguments: list[str], reason: str) -> None:
@@ -107,3 +129,28 @@ def test_all_runs_go_on_after_a_failure_and_the_table_tells(tmp_path: Path) -> N
         assert verdict in row
     assert "Fake GPU" in table
     assert len(list((tmp_path / "out").glob("*.log"))) == 3
+
+
+def test_a_way_runs_its_suites_with_the_flags_that_it_names(tmp_path: Path) -> None:
+    notes, python = tmp_path / "notes", tmp_path / "python"
+    python.write_text(NOTING_PYTHON.format(notes=notes, python=sys.executable))
+    python.chmod(0o755)
+    status, output = run_script(
+        "run_gpu_suite.sh",
+        *("--out", tmp_path / "out", "--wheelhouse", tmp_path, "--gpu-tests", tmp_path / "none"),
+        *("--ways", "flashinfer; triton, no graphs, no overlap"),
+        path=fake_host(tmp_path, available=True),
+        python=python,
+    )
+    assert status == 0, output
+    assert "flashinfer left out" in output
+    [line] = notes.read_text().splitlines()
+    target = json.loads(line[: line.index("}") + 1])
+    flags = ServerArgs(model_path="demo", **target)
+    assert (flags.attention_backend, len(target)) == ("triton", 3)
+    assert flags.disable_cuda_graph
+    assert flags.disable_overlap_schedule
+    suites = [word for word in line.split() if word.startswith("test/")]
+    assert len(suites) == 14
+    assert all((SCRIPTS.parent / suite).exists() for suite in suites)
+    assert (tmp_path / "out" / "triton-no-graphs-no-overlap.log").exists()

@@ -1,4 +1,4 @@
-"""Times of a burst and of a load that lasts, over a GPU that is not there and whose clock falls."""
+"""Times over a GPU that is not there and whose clock falls, and copies of inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark.device_times import SUSTAINED_S, burst_us, sustained_us
+from benchmark.device_times import SUSTAINED_S, burst_us, copies_to_exceed, sustained_us
 
 FAST_MS, SLOW_MS, SLOW_AFTER_MS = 2.0, 3.0, 100.0
 
@@ -69,3 +69,20 @@ def test_calls_that_take_longer_than_the_whole_load_are_timed_too(gpu: FakeGpu) 
     gpu.busy_ms = SLOW_AFTER_MS
     assert sustained_us(gpu.replay, 1, expected_us=1e7) == pytest.approx(SLOW_MS * 1e3)
     assert gpu.num_replays >= 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_calls", "expected"),
+    [
+        (100, 40, 2),  # one more, so that the cache is full of others
+        (101, 40, 2),
+        (99, 40, 3),
+        (1000, 40, 2),
+        (1, 40, 40),  # never more than calls
+        (1000, 1, 1),
+    ],
+)
+def test_copies_exceed_the_cache_but_not_the_calls(
+    num_bytes: int, num_calls: int, expected: int
+) -> None:
+    assert copies_to_exceed(100, num_bytes, num_calls) == expected

@@ -89,8 +89,8 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        report.main(["layer_op", "--check"])
-    assert "There is no layer_op; there are headline_first" in capsys.readouterr().err
+        report.main(["headlin", "--check"])
+    assert "There is no headlin; there are headline_first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["", "<!-- start:begin -->", "<!-- start:end -->"])

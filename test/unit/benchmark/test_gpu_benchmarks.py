@@ -22,7 +22,7 @@ from benchmark.engine_load import (
     random_prompts,
     varied_lengths,
 )
-from benchmark.measure import mtp_paired, startup
+from benchmark.measure import startup
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.server_args import ServerArgs
 from training.corpus import is_held_out
@@ -318,15 +318,3 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_lines() -> None:
     command = [sys.executable, "-c", "import sys; print('no such flag'); sys.exit(2)"]
     with pytest.raises(startup.StartError, match=r"ended with 2(.|\n)*no such flag"):
         startup.time_start(command, {}, limit_s=30)
-
-
-def test_paired_rounds_are_judged_by_their_median_and_their_lowest() -> None:
-    plain = [100.0] * 5
-    for speeds, passed in (
-        ([99.0, 98.0, 99.5, 97.0, 101.0], True),
-        ([99.0, 98.0, 99.5, 96.9, 101.0], False),
-        ([98.9, 98.0, 98.5, 98.0, 101.0], False),
-    ):
-        found = mtp_paired.summary(speeds, plain, [1.0] * 5)
-        assert found["passed"] == passed
-        assert found["lowest"] == pytest.approx(min(speeds) / 100)

@@ -1,6 +1,6 @@
 """Does SGLang's own benchmark client work, as it is, with a server of this runtime?
 
-    python scripts/check_sglang_bench_client.py
+    python test/clients/check_sglang_bench_client.py
 
 In an environment of its own (six gigabytes: the client's module imports the whole package) it sends
 the same requests in each of several ways (WAYS). All must complete, and give as many tokens in each

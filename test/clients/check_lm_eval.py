@@ -1,6 +1,6 @@
 """Does lm-eval, as it is, measure with a server of this runtime what transformers measures?
 
-    python scripts/check_lm_eval.py
+    python test/clients/check_lm_eval.py
 
 Makes an environment for lm-eval, starts a server of the bundled model, and runs three small tasks
 in several ways (WAYS): choices by log-likelihood, log-likelihoods of whole texts, and generated

@@ -1,7 +1,7 @@
 """Do unmodified clients of OpenAI's API work with a server of this runtime?
 
-    python scripts/check_clients.py
-    python scripts/check_clients.py --only openai litellm
+    python test/clients/check_clients.py
+    python test/clients/check_clients.py --only openai litellm
 
 Each version of a client gets an environment of its own in build/clients, and the file of its
 checks runs there. A server is started for it, with parsers of calls and reasoning: of the bundled

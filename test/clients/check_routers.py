@@ -1,6 +1,6 @@
 """SGLang's routers, as they are, in front of two servers of this runtime: is anything lost?
 
-    python scripts/check_routers.py
+    python test/clients/check_routers.py
 
 Each router, smg and its predecessor sglang-router, gets an environment of its own in build/routers.
 The load is bounded, and all of it stays on 127.0.0.1: `/generate`, completions, chats and calls of

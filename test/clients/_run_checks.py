@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 Raised = TypeVar("Raised", bound=Exception)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "test" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 
 def main(doc: str | None, kind: Callable[[str], object]) -> None:
