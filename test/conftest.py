@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +67,9 @@ LONGEST_FIRST = (
     "test/unit/step/test_triton_step_ops.py",
 )
 
+MANY_MODULES = 100
+num_modules: list[int] = []  # that were imported when objects were last exempted from collections
+
 use_flags_as_defaults(TARGET)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process of one
 
@@ -99,10 +104,25 @@ def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item.nodeid in taken]
 
 
+def pytest_unconfigure() -> None:
+    """Lets the interpreter free everything at its end: nanobind warns of what is left."""
+    gc.unfreeze()
+
+
 def pytest_collection_finish() -> None:
     """What imports and the collection of tests have made lives to the end. Looking at it took a
     collection of garbage most of a second."""
     keep_out_of_collections()
+    num_modules.append(len(sys.modules))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Exempts also what tests before this one have imported: a model of transformers brings more
+    than a thousand modules along, and each capture of a graph collects garbage."""
+    if len(sys.modules) > num_modules[-1] + MANY_MODULES:
+        keep_out_of_collections()
+        num_modules.append(len(sys.modules))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -45,6 +45,7 @@ def tensors_of(**filling: Any) -> dict[str, torch.Tensor]:
     return dict(inflated_tensors(small, PLAN, Filling(**filling)))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("silent_std", [0.0, 1e-12])
 def test_the_inflated_model_computes_the_same_function(tmp_path: Path, silent_std: float) -> None:
     found = compared(tmp_path, replace(EXACT, silent_std=silent_std))
@@ -52,6 +53,7 @@ def test_the_inflated_model_computes_the_same_function(tmp_path: Path, silent_st
     assert found["noise"] < 1e-4  # the bound is no loose one
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     "changes",
     [

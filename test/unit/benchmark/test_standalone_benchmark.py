@@ -62,6 +62,7 @@ def test_the_larger_draft_model_says_what_the_small_one_says(draft: Path, tmp_pa
     assert (logits.argmax(-1) < 4096).all()
 
 
+@pytest.mark.long_matrix
 def test_shapes_are_ways_beside_chains_by_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

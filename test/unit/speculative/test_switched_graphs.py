@@ -48,5 +48,6 @@ def test_switches_capture_and_keep_nothing() -> None:
     switched_graphs.check_storm(PLACE, LEAST_SWITCHES)
 
 
+@pytest.mark.long_matrix
 def test_thresholds_below_1_repeat_and_those_of_1_change_nothing() -> None:
     switched_graphs.check_thresholds(WITHOUT_GRAPHS)

@@ -170,6 +170,7 @@ def test_graphs_are_captured_anew_with_memory(
     assert len(served.rounds) > num_rounds
 
 
+@pytest.mark.long_matrix
 def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None:
     served = serving(paths)
     group, graphs = served.group, served.graphs
@@ -199,6 +200,7 @@ def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None
     assert num_graphs == (graphs.num_graphs, [runner.num_graphs for runner in group.runners])
 
 
+@pytest.mark.long_matrix
 def test_every_tier_has_graphs_that_serve_any_tier_before_and_behind_it(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
@@ -241,6 +243,7 @@ def test_simulated_acceptance_goes_on_from_graph_to_graph(paths: dict[str, Path]
     assert abs(drafts - 1.5) < 0.1
 
 
+@pytest.mark.long_matrix
 def test_old_graphs_are_gone_before_new_ones_are_captured(paths: dict[str, Path]) -> None:
     """Or memory would have to hold both."""
     served, seen = serving(paths), list[int]()
@@ -274,6 +277,7 @@ def all_drafts(_: Any, table: LatencyTable, num_drafts: list[int], num_decodes: 
     return sum(num_drafts)
 
 
+@pytest.mark.long_matrix
 def test_steps_whose_drafts_all_pay_replay_the_graphs_of_a_fixed_number(
     paths: dict[str, Path], tmp_path: Path, right: list[list[int]]
 ) -> None:
