@@ -21,6 +21,7 @@ TEXTS = (
     "x",
     "class A:\n    def __init__(self, name):\n        self.name = name\n" * 3,
 )
+MAX_LOGPROB_GAP = 1e-3
 GRAMMARS = {"regex", "json_schema"}
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -133,8 +134,20 @@ def _seen(result: dict[str, Any]) -> dict[str, Any]:
         "finish_reason": meta["finish_reason"],
         "prompt_tokens": meta["prompt_tokens"],
         "completion_tokens": meta["completion_tokens"],
-        "logprobs": [round(entry[0], 2) for entry in meta["output_token_logprobs"]],
+        "logprobs": [round(entry[0], 4) for entry in meta["output_token_logprobs"]],
     }
+
+
+def agree(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
+    """Tells whether two answers are the same, log-probabilities within what the order of sums
+    changes in float32."""
+    for one, other in zip(mine, theirs, strict=True):
+        if {**one, "logprobs": None} != {**other, "logprobs": None}:
+            return False
+        pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+        if any(abs(first - second) > MAX_LOGPROB_GAP for first, second in pairs):
+            return False
+    return True
 
 
 class TextOracle:
