@@ -1,4 +1,4 @@
-"""What this project wants to reach on one H100, and what its peer, SGLang 0.5.16, reaches there."""
+"""Lists what this project wants to reach on one H100, and what its peer, SGLang 0.5.16, reaches."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts share.
+    """Settings that all parts share.
 
     Attributes:
         model_dir: where the inflated model is kept for the next run.

@@ -12,7 +12,7 @@ LOAD_AWARE = f"k={MOST_K} tau {TAU:g} load-aware"
 
 @dataclass(frozen=True)
 class Kind:
-    """What is sent.
+    """A kind of request.
 
     Attributes:
         params: sampling parameters.

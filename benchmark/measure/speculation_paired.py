@@ -1,4 +1,4 @@
-"""How much faster than plain decoding are chains and trees of drafts on a GPU?
+"""Measures how much faster than plain decoding chains and trees of drafts are on a GPU.
 
 The bundled model and its head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`), or for
 STANDALONE its draft model in that of Llama-3.2-1B, prompts of held-out code, and an Engine a way:

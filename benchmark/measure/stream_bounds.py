@@ -1,4 +1,4 @@
-"""How long may a step be that someone waits for? Streams and lists under several bounds, in turn.
+"""Compares bounds of steps that someone waits for: streams and lists under several, in turn.
 
 Scheduler and worker alone in one process, so that all ways share one card and one measurement of
 prices: random weights in a large geometry, greedy, fresh random prompts. Streams are a closed loop

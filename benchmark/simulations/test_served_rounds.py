@@ -112,7 +112,7 @@ def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequenc
 
 
 def test_wide_rounds_that_take_longer_than_their_prices() -> None:
-    """By these five drafts are best; by what rounds take three are."""
+    """Five drafts are best by these prices; three by what rounds take."""
     load = Load(32, 64, 512, excess=0.6)
     three, five = (ServedRounds(load, EVEN, RoundOptions(n), True).rate(400, 200) for n in (3, 5))
     assert three > 1.01 * five
@@ -123,7 +123,7 @@ def test_wide_rounds_that_take_longer_than_their_prices() -> None:
 
 @pytest.mark.parametrize("text", [SURE, EVEN])
 def test_numbers_whose_rounds_take_longer_or_less_than_their_prices(text: Text) -> None:
-    """By these five drafts are best, and most steps have as many rows with either number and
+    """Five drafts are best by these prices, and most steps have as many rows with either number and
     prompts beside them."""
     load = Load(32, 64, 128, excess=0.05, loss_of={3: -0.025, 5: 0.01})
     three, five = (ServedRounds(load, text, RoundOptions(n), True).rate(800, 200) for n in (3, 5))
@@ -132,7 +132,7 @@ def test_numbers_whose_rounds_take_longer_or_less_than_their_prices(text: Text) 
 
 
 def test_ends_of_requests_are_counted() -> None:
-    """Of short answers many tokens lie beyond the end, and the more so the more are drafted."""
+    """Many tokens of short answers lie beyond the end, more of them the more are drafted."""
     load = Load(64, 64, 17, excess=0.0)
     fixed = (ServedRounds(load, EVEN, RoundOptions(n), True) for n in (1, 2))
     best = max(each.rate(800, 100) for each in fixed)
@@ -197,7 +197,7 @@ def test_a_head_that_rests_wakes_when_drafts_pay(num_clients: int, options: Roun
 
 
 def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
-    """What the simulation is for: rows that would cost next to nothing alone."""
+    """Shows what the simulation is for: rows that would cost next to nothing alone."""
 
     def served() -> tuple[float, float]:
         """The speed, and drafts of a step."""

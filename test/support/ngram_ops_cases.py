@@ -38,7 +38,7 @@ NUM_PARTS = 2
 
 
 def small_blocks(ops: str, capacity: int) -> dict[str, int]:
-    """How kernels search, so that a memory fills several blocks of a part, or none."""
+    """Settings of the kernels' search, so that a memory fills several blocks of a part, or none."""
     if ops == "torch":
         return {}
     return {"num_parts": NUM_PARTS, "block": 16 if capacity < 200 else 64}

@@ -210,7 +210,7 @@ class PricedServer(SchedulerHarness):
         heapq.heappush(self._coming, (at_s, next(self._number), ask, next_asks))
 
     def closed_loop(self, asks: Sequence[Ask], num_clients: int) -> None:
-        """So many clients that share what is to be asked."""
+        """Starts `num_clients` clients that share what is to be asked."""
         left = iter(asks)
         for _ in range(num_clients):
             self.send(self.now, next(left), left)

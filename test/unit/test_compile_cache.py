@@ -1,4 +1,4 @@
-"""What a start compiles is found by the next one, also where the folder cannot be written."""
+"""Tests that a start finds what an earlier one compiled, also where it cannot write."""
 
 from __future__ import annotations
 

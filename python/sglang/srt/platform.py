@@ -102,6 +102,6 @@ def static_bytes_left(device: str, share: float) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes of an accelerator's memory that is free."""
+    """Returns how many bytes of an accelerator's memory are free."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)

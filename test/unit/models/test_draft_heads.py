@@ -40,7 +40,8 @@ CPU: dict[str, Any] = {
     "max_graph_width": 0,
 }
 HIDDEN_SIZE = 64
-TOLERANCE = 1e-4  # of the largest value: EAGLE's hidden states grow with each step, by rounding too
+TOLERANCE = 2e-5  # of the largest value: EAGLE's hidden states grow with each step
+ROUNDED = 1e-4  # where a processor's order of sums is amplified from step to step
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
 WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE}
 BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
@@ -86,8 +87,9 @@ def make_pair(
 class Feeding:
     """Feeds requests through the paged pool, and knows what the oracle gets: whole sequences."""
 
-    def __init__(self, pair: Pair, seed: int = 0) -> None:
+    def __init__(self, pair: Pair, seed: int = 0, tolerance: float = TOLERANCE) -> None:
         self.pair = pair
+        self.tolerance = tolerance
         self.generator = torch.Generator().manual_seed(seed)
         self.tokens: dict[int, list[int]] = {}
         self.hidden: dict[int, torch.Tensor] = {}
@@ -138,21 +140,23 @@ class Feeding:
         logits = runner.compute_logits(hidden)
         chosen = slice(None) if reads is None else reads
         wanted_hidden, wanted_logits = (torch.cat(each)[chosen] for each in zip(*expected))
-        assert_close(hidden, wanted_hidden)
+        assert_close(hidden, wanted_hidden, self.tolerance)
         if pair.model.hot_head is not None:
             wanted_logits = wanted_logits[:, pair.model.hot_ids]
-        assert_close(logits, wanted_logits)
+        assert_close(logits, wanted_logits, self.tolerance)
         return hidden, logits
 
 
-def assert_close(values: torch.Tensor, expected: torch.Tensor) -> None:
-    atol = TOLERANCE * float(expected.abs().max())
+def assert_close(
+    values: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE
+) -> None:
+    atol = tolerance * float(expected.abs().max())
     torch.testing.assert_close(values, expected, rtol=1e-4, atol=atol)
 
 
-def run_a_round(pair: Pair, kind: str) -> None:
+def run_a_round(pair: Pair, kind: str, tolerance: float = TOLERANCE) -> None:
     """Chunks of prompts side by side, then draft steps, then rows of a target's step again."""
-    feeding, width = Feeding(pair), WIDTHS[kind]
+    feeding, width = Feeding(pair, tolerance=tolerance), WIDTHS[kind]
     feeding.feed({0: feeding.random(40, width), 1: feeding.random(5, width)})
     feeding.feed({1: feeding.random(17, width), 2: feeding.random(1, width)}, reads=[16, 17])
     hidden, logits = feeding.feed({row: feeding.random(3, width) for row in (0, 1, 2)})
@@ -322,7 +326,7 @@ def test_the_head_of_a_tied_target_follows_its_embedding(tmp_path: Path, has_map
     tensors = {"model.embed_tokens.weight": new, "lm_head.weight": new.clone()}
     weights.apply(weights.from_tensors(tensors.items()))
     pair.oracle.embedding = pair.oracle.output = new
-    run_a_round(pair, EAGLE)
+    run_a_round(pair, EAGLE, ROUNDED)
 
 
 @BOTH

@@ -36,7 +36,7 @@ class Limits(FullLength):
 
 
 def plans(params: SamplingParams, limits: list[int]) -> list[RowPlan]:
-    """Of steps of the same requests, without their tiers."""
+    """Gives plans of steps of the same requests, without their tiers."""
     state = RequestRows(ReqToTokenPool(len(PROMPTS), 64, "cpu"), MAX_K, vocab_size=100)
     config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
     drafter = MaskDrafter(state, config, Limits(*limits), TorchMaskOps)
