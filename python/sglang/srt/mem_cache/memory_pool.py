@@ -19,9 +19,9 @@ class ReqToTokenPool:
             (`RoundGraphs`). All its entries stay the dummy slot.
         req_to_token: [num_rows + 1, width] int32; entry [r, i] is the slot of token i of row r.
             Rows are `row_width` wide. Entries that were never written point to the dummy slot 0.
-        outside: [1] int64; a column outside of its row, of this table or of the token table, which
-            is as wide, that a kernel was told to read or write; 0 if there was none. Kernels never
-            do it; None if they are not to report it either.
+        outside: [1] int64; the last column outside of its row that a kernel was told to access, in
+            this table or in the token table of the same width; 0: none so far. Kernels never access
+            such a column; here they report it. None: they do not report it.
     """
 
     def __init__(self, num_rows: int, width: int, device: str, is_guarded: bool = False) -> None:
@@ -77,13 +77,13 @@ class MHATokenToKVPool:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
             so that one gather fetches both.
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
-        tensors: all that have a row per slot: `kv`, and what `add_notes` has made. Whoever moves a
-            slot moves its row of each.
+        tensors: all that have a row per slot: `kv`, and what `add_notes` has made. Code that moves
+            a slot must move its row in each.
         kv_starts: [rows of the page table] int64, where the model is not fed every token: the first
-            token of each row from which on all have KV, so that steps see no others. Who leaves
-            tokens out writes it, between steps. None: the model is fed all.
+            token of each row from which on all have KV; steps see none before it. The code that
+            leaves tokens out writes it, between steps. None: the model is fed all.
         page_size: tokens that lie side by side.
-        is_released: nothing of it may be read or written.
+        is_released: the pool has no memory, so it must not be read or written.
 
     The tensors stay the same objects for good; only their memory is given back and taken again.
     """
@@ -108,13 +108,13 @@ class MHATokenToKVPool:
         self.is_released = False
 
     def track_starts(self, num_rows: int) -> None:
-        """Has `kv_starts`, all 0. Before attention over the pool is made."""
+        """Makes `kv_starts`, all 0. Call it before the attention over the pool is made."""
         self.kv_starts = torch.zeros(num_rows, dtype=torch.int64, device=self.kv[0].device)
 
     def add_notes(self, num_columns: int) -> torch.Tensor:
-        """[num_slots + page_size, num_columns] int64, all zero, for debugging: what somebody notes
-        of each slot. It is moved, released and restored with K and V. It takes the place of what
-        was added before."""
+        """Adds a tensor of notes on each slot, for debugging: [num_slots + page_size, num_columns]
+        int64, all zero. It is moved, released and restored with K and V, and replaces the one
+        before."""
         shape = (len(self.kv[0]), num_columns)
         notes = torch.zeros(shape, dtype=torch.int64, device=self.kv[0].device)
         self.tensors = [*self.kv, notes]
@@ -132,11 +132,11 @@ class MHATokenToKVPool:
         self.is_released = True
 
     def restore(self) -> None:
-        """Takes the memory again, all zero; its addresses may be others.
+        """Takes memory again, filled with zeros; its addresses may be others.
 
         Raises:
-            RuntimeError: if nothing was released, or if the memory is not to be had now; then the
-                pool stays released.
+            RuntimeError: if nothing was released, or if there is not enough memory; then the pool
+                stays released.
         """
         if not self.is_released:
             raise RuntimeError("The KV pool is not released.")
