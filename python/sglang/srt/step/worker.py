@@ -50,8 +50,8 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class EndedText:
-    """Text of a request that has ended, and was not aborted. It stands in the request's row of the
-    token table until the row is another request's.
+    """Text of a request that has ended and was not aborted. It stays in the request's row of the
+    token table until another request gets the row.
 
     Attributes:
         row: index in the request-to-token table.
@@ -76,10 +76,10 @@ class LogprobPlan:
 
     Attributes:
         emitting: indices of the emitting requests that want those of their tokens.
-        emitted: what they want, in that order.
+        emitted: the log-probabilities that they want, in that order.
         prompt_rows: rows whose next token is a prompt token to be scored.
         prompt_targets: those next tokens.
-        prompts: what is wanted there.
+        prompts: the log-probabilities that are wanted there.
     """
 
     emitting: list[int]
@@ -105,8 +105,8 @@ class ScheduleBatch:
             admitted with (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
         emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
         kv_len_upper_bounds: R bounds of the tokens with KV after `max_q_lens` rows are written.
-        ended_texts: of requests that have ended since the step before; told to whoever wants them
-            (`RequestRows.on_end`) before `new_rows` are applied, which may be the same rows.
+        ended_texts: of requests that have ended since the step before; given to
+            `RequestRows.on_end` before `new_rows` are applied, which may be the same rows.
         new_rows, table_writes: applied before anything else of the step.
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
@@ -218,11 +218,11 @@ class GenerationBatchResult:
         return self._copy.is_ready
 
     def wait(self) -> None:
-        """Returns when the step's tokens have been computed; the next drafts may not be yet."""
+        """Waits until the step's tokens have been computed; the next drafts may not be yet."""
         self._copy.wait()
 
     def read(self) -> HostResult:
-        """Waits for the step and returns its outcome, the same to each who asks."""
+        """Waits for the step and returns its outcome, the same object to every caller."""
         return self._outcome
 
     @cached_property
@@ -249,7 +249,7 @@ class Worker(Protocol):
     """Runs steps. Launching returns at once where the device is asynchronous."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
-        """Rows that a request with these parameters needs per step."""
+        """Returns the rows that a request with these parameters needs per step."""
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launches one step."""
