@@ -58,9 +58,9 @@ class ModelRunner:
 
     Attributes:
         req_to_token_pool, kv_pool: the memory's page table, and the pool.
-        checks: for debugging; each looks at every batch before it is run, and may raise.
-        max_prompt_rows: prompt tokens that a step may feed: as many as are wished, or as the
-            device's memory allows beside weights, KV pool and graphs (`warm_up`).
+        checks: for debugging; each sees every batch before it runs, and may raise.
+        max_prompt_rows: prompt tokens that a step may feed: the configured number, or as many as
+            the device's memory allows beside weights, KV pool and graphs (`warm_up`).
 
     Raises:
         ValueError: if the attention backend cannot serve the model; the text says why.
@@ -93,7 +93,7 @@ class ModelRunner:
 
     @property
     def config(self) -> ExecutionConfig:
-        """Returns the settings that it was made with."""
+        """Returns the runner's settings."""
         return self._config
 
     @property
@@ -121,8 +121,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Captures graphs anew, if there are to be any and all memory is there: they hold its
-        addresses."""
+        """Captures graphs anew, if the runner has graphs and all memory is there, since they hold
+        its addresses."""
         self.drop_graphs()
         with memory_for(
             "CUDA graphs",
@@ -247,7 +247,8 @@ class ModelRunner:
         return output, self.compute_logits(output.hidden[-num_reads:])
 
     def prefer_cheaper_graphs(self, graphs_ms: Mapping[GraphKey, float]) -> None:
-        """Has steps replay a larger graph where that is cheaper; also of graphs captured anew."""
+        """Makes steps replay a larger graph where that is cheaper, also after graphs are captured
+        anew."""
         self._graphs_ms = dict(graphs_ms)
         if self.graph_keys is not None:
             self.graph_keys.prefer_cheaper(graphs_ms)
@@ -280,8 +281,8 @@ class ModelRunner:
 
     @contextmanager
     def as_part_of_graph(self) -> Iterator[None]:
-        """In this block steps, of as many rows for each request, are part of a larger graph that
-        is being captured: they replay no graph of their own and are not checked."""
+        """In this block steps, with the same number of rows for each request, are part of a larger
+        graph that is being captured: they replay no graph of their own and are not checked."""
         self._is_part_of_graph = True
         try:
             yield

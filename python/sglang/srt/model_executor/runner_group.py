@@ -21,12 +21,12 @@ from sglang.srt.observability.start_log import start_phase
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS, HEADS, OPERATIONS, load
 
-FEW_LAYERS = 2  # the first and the last: those between them launch no other kernels
+FEW_LAYERS = 2  # the first and the last; layers between them launch the same kernels
 
 
 def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGroup:
-    """Runners of the target (`config`) and of other models, ready for steps. What the weights of
-    all of them leave is shared out to the pools by `config`.
+    """Makes runners of the target (`config`) and of other models, ready for steps. The memory that
+    the weights of all models leave is divided among the pools by `config`.
 
     Raises:
         ModelPathError: if weights cannot be loaded.
@@ -57,19 +57,19 @@ class CompilesAhead(Protocol):
     """Compiles the kernels of steps before they are launched."""
 
     def noting(self) -> AbstractContextManager[None]:
-        """In this block kernels are noted instead of launched, so what steps compute is
-        arbitrary, and nothing may take it for a place in memory."""
+        """In this block kernels are noted instead of launched, so the results of steps are
+        arbitrary and must not be used as addresses."""
 
     def start(self) -> None:
-        """Starts to compile what was noted, beside what else is done."""
+        """Starts to compile the noted kernels in the background."""
 
     def wait(self) -> None:
-        """Waits until all is compiled."""
+        """Waits until all kernels are compiled."""
 
 
 def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
-    """Starts to compile what steps will launch, before there are weights: models of the same sizes
-    and few layers launch the same. None where that cannot be told."""
+    """Starts to compile the kernels of steps before there are weights: models of the same sizes
+    with few layers launch the same ones. None where kernels cannot be noted."""
     place, backend = OPERATIONS[config.ops].ahead, ATTENTION_BACKENDS.load(config.attention_backend)
     if not place or config.device == "cpu" or not backend.capabilities().captures_plans:
         return None
@@ -87,7 +87,7 @@ def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> Compiles
 
 
 def _with_few_layers(config: ExecutionConfig) -> ExecutionConfig:
-    """A model with the same first and last layer, random weights and one page of KV."""
+    """Makes a model with the same first and last layer, random weights and one page of KV."""
     model, capture = config.model, config.capture
     num_layers = min(FEW_LAYERS, model.num_layers)
     return replace(
@@ -105,7 +105,7 @@ def _load(config: ExecutionConfig) -> LoadedModel:
 
 
 def _put_together(config: ExecutionConfig, models: Sequence[LoadedModel]) -> RunnerGroup:
-    """Runners of models over one memory."""
+    """Makes runners of models over one memory."""
     for model in models[1:]:
         model.attach(models[0])
     memory = make_memory(config, models)
@@ -113,7 +113,7 @@ def _put_together(config: ExecutionConfig, models: Sequence[LoadedModel]) -> Run
 
 
 def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMemory:
-    """The page table, and a pool for each model: as many pages as the memory holds for all."""
+    """Makes the page table, and a pool for each model, with as many pages as fit for all models."""
     budget = config.kv_budget_bytes
     if budget is None:
         budget = static_bytes_left(config.device, config.static_memory_share)
@@ -142,7 +142,7 @@ class GraphOwner(Protocol):
     """Captures graphs in which runners are parts (`ModelRunner.as_part_of_graph`)."""
 
     def capture(self) -> None:
-        """Captures them; none where not all runners can be parts of one."""
+        """Captures the graphs; none if a runner cannot be a part of one."""
 
     def drop(self) -> None:
         """Gives their memory back."""

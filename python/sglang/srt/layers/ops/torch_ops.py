@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 class TorchOps:
-    """See `LayerOps` for what each does."""
+    """Implements `LayerOps`."""
 
     def __init__(self, device: torch.device) -> None: ...
 

@@ -201,7 +201,7 @@ class _FewRows:
 
 
 class TritonOps:
-    """See `LayerOps` for what each does."""
+    """Implements `LayerOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
