@@ -1,4 +1,4 @@
-"""Sets the number of torch threads of a step on a CPU."""
+"""Sets how many torch threads a step on a CPU uses."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class HostThreads:
 
     def use_for(self, num_rows: int) -> None:
         wanted = max(1, min(self._max_threads, num_rows // self.MIN_ROWS_PER_THREAD))
-        if wanted != torch.get_num_threads():  # a step of another runner may have changed it
+        if wanted != torch.get_num_threads():  # which a step of another runner may have changed
             torch.set_num_threads(wanted)
