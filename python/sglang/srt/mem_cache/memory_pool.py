@@ -77,11 +77,11 @@ class MHATokenToKVPool:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
             so that one gather fetches both.
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
-        tensors: all that have a row per slot: `kv`, and what `add_notes` has made. Code that moves
-            a slot must move its row in each.
+        tensors: all that have a row per slot: `kv`, and what `add_notes` has made. Whoever moves a
+            slot moves its row of each.
         kv_starts: [rows of the page table] int64, where the model is not fed every token: the first
-            token of each row from which on all have KV; steps see none before it. The code that
-            leaves tokens out writes it, between steps. None: the model is fed all.
+            token of each row from which on all have KV, so that steps see no others. Who leaves
+            tokens out writes it, between steps. None: the model is fed all.
         page_size: tokens that lie side by side.
         is_released: the pool has no memory, so it must not be read or written.
 
@@ -108,13 +108,13 @@ class MHATokenToKVPool:
         self.is_released = False
 
     def track_starts(self, num_rows: int) -> None:
-        """Makes `kv_starts`, all 0. Call it before the attention over the pool is made."""
+        """Has `kv_starts`, all 0. Before attention over the pool is made."""
         self.kv_starts = torch.zeros(num_rows, dtype=torch.int64, device=self.kv[0].device)
 
     def add_notes(self, num_columns: int) -> torch.Tensor:
-        """Adds a tensor of notes on each slot, for debugging: [num_slots + page_size, num_columns]
-        int64, all zero. It is moved, released and restored with K and V, and replaces the one
-        before."""
+        """[num_slots + page_size, num_columns] int64, all zero, for debugging: what somebody notes
+        of each slot. It is moved, released and restored with K and V. It takes the place of what
+        was added before."""
         shape = (len(self.kv[0]), num_columns)
         notes = torch.zeros(shape, dtype=torch.int64, device=self.kv[0].device)
         self.tensors = [*self.kv, notes]

@@ -68,8 +68,8 @@ class CompilesAhead(Protocol):
 
 
 def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
-    """Starts to compile the kernels of steps before there are weights: models of the same sizes
-    with few layers launch the same ones. None where kernels cannot be noted."""
+    """Starts to compile what steps will launch, before there are weights: models of the same sizes
+    and few layers launch the same. None where that cannot be told."""
     place, backend = OPERATIONS[config.ops].ahead, ATTENTION_BACKENDS.load(config.attention_backend)
     if not place or config.device == "cpu" or not backend.capabilities().captures_plans:
         return None

@@ -32,7 +32,7 @@ class BatchResultProcessor:
     Args:
         send: takes the news of a step, to the detokenizer.
         stream_interval: tokens per chunk of a stream, for requests that say nothing else.
-        on_step_read: hears, before the news are sent, what the step did to each of its requests
+        on_step_read: is told, before the news are sent, what the step did to each of its requests
             that had not ended before.
 
     Attributes:

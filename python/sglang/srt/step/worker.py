@@ -105,8 +105,8 @@ class ScheduleBatch:
             admitted with (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
         emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
         kv_len_upper_bounds: R bounds of the tokens with KV after `max_q_lens` rows are written.
-        ended_texts: of requests that have ended since the step before; given to
-            `RequestRows.on_end` before `new_rows` are applied, which may be the same rows.
+        ended_texts: of requests that have ended since the step before; told to whoever wants them
+            (`RequestRows.on_end`) before `new_rows` are applied, which may be the same rows.
         new_rows, table_writes: applied before anything else of the step.
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
