@@ -118,12 +118,12 @@ class SchedulerStats:
         had_ended: Sequence[bool] = (),
         num_generated: int = 0,
     ) -> None:
-        """Counts a step of R requests that has been read.
+        """A step of R requests has been read.
 
         Args:
             num_drafts: R counts of drafts verified; empty where there were none.
             tier: see `RowPlan.tier`.
-            had_ended: R flags: the request had ended before, so its tokens are dropped; empty if
+            had_ended: which of the R had ended before, so their tokens are dropped; empty if
                 none had.
             num_generated: tokens of outputs since the start.
         """
