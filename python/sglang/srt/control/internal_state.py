@@ -1,4 +1,4 @@
-"""Collects what `/server_info`, `/metrics` and the load routes show of the scheduler."""
+"""Collects the scheduler's state for `/server_info`, `/metrics` and the load routes."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class KVMemory:
         return any(pool.is_released for pool in self.pools)
 
     def release(self) -> None:
-        """Gives the memory of all pools back; what was stored is lost.
+        """Gives the memory of all pools back; its contents are lost.
 
         Raises:
             RuntimeError: if that has been done already; then nothing has changed.

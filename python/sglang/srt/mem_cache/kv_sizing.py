@@ -21,7 +21,7 @@ class KVSizing:
         available_bytes: memory that the pool may take.
         bytes_per_token: K and V of one token in all layers.
         wished_tokens: `--max-total-tokens`, if given.
-        max_useful_tokens: what all running requests take at full context; more is never used.
+        max_useful_tokens: tokens of all running requests at full context; more are never used.
     """
 
     available_bytes: int

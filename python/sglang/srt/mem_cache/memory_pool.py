@@ -121,7 +121,7 @@ class MHATokenToKVPool:
         return notes
 
     def release(self) -> None:
-        """Gives the memory back; what was stored is lost.
+        """Gives the memory back; its contents are lost.
 
         Raises:
             RuntimeError: if that has been done already.

@@ -172,8 +172,8 @@ class RunnerGroup:
         return self.target.max_prompt_rows
 
     def prepare(self) -> None:
-        """Does what comes before the first step. All graphs come before the largest steps: their
-        memory is fixed, and that of a step is not."""
+        """Prepares the first step: captures graphs, then runs the largest steps. Graphs come first,
+        since their memory is fixed and that of a step is not."""
         for runner in self.runners:
             runner.capture_graphs()
         self._warm_up()
@@ -262,8 +262,8 @@ class RunnerGroup:
         self._resume_steps(self.memory.release)
 
     def _resume_steps(self, give_back: Callable[[], None]) -> None:
-        """Does what comes before the first step, unless other memory is still released. The planner
-        counts on `max_prompt_rows`, so there must be room for as many as before."""
+        """Prepares the next step, unless other memory is still released. The planner counts on
+        `max_prompt_rows`, so there must be room for as many rows as before."""
         self._drop_graphs()
         try:
             for runner in self.runners:

@@ -57,7 +57,7 @@ class MustDrain(Exception):
 
 
 class BatchPlanner:
-    """Decides what the next step feeds. Reads and moves requests through the lifecycle only.
+    """Plans the next step. It reads and moves requests only through the lifecycle.
 
     Args:
         budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchResultProcessor:
-    """Reads steps. What clients must hear is collected and sent once per step.
+    """Reads steps. News for clients are collected and sent once per step.
 
     Args:
         send: takes the news of a step, to the detokenizer.
@@ -93,7 +93,7 @@ class BatchResultProcessor:
         return result
 
     def abort(self, req: Req, message: str, status_code: int | None, err_type: str | None) -> None:
-        """Ends a request with what it has generated so far."""
+        """Ends a request with the output that it has so far."""
         self.end(
             req,
             FinishReason(type="abort", message=message, status_code=status_code, err_type=err_type),
@@ -105,7 +105,7 @@ class BatchResultProcessor:
         self._queue_output(req)
 
     def flush(self) -> None:
-        """Sends what is queued."""
+        """Sends the queued messages."""
         if self._outputs:
             self._send(BatchTokenIDOutput(outputs=self._outputs))
             self._outputs = []

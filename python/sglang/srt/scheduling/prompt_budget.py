@@ -53,7 +53,7 @@ class PromptAllowance:
 
     Args:
         max_tokens: prompt tokens, at most.
-        step: what limits their cost; None for nothing.
+        step: limits their cost; None: no limit.
 
     Attributes:
         num_taken: prompt tokens that the step feeds.
@@ -219,8 +219,8 @@ class BoundedStep:
     """The cost of a step while prompts are added to it.
 
     Args:
-        max_ms: what it may cost.
-        others_ms: what it may cost with prompts that come along with the first one.
+        max_ms: limit of its cost.
+        others_ms: limit of its cost when further prompts come along with the first one.
     """
 
     def __init__(
@@ -285,8 +285,8 @@ class _Offer:
 
     Attributes:
         others: rows of the step beside these tokens.
-        left_ms: what rows and the prompt's attention may cost.
-        other_ms: what the step costs beside that.
+        left_ms: limit of the cost of rows and of the prompt's attention.
+        other_ms: cost of the rest of the step.
     """
 
     position: int

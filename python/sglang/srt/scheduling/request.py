@@ -29,7 +29,7 @@ class Req:
         committed_bound: the most that `committed` can be once all launched steps are read; exact
             while the request is prefilling.
         stop_finder: looks for stop strings in the output; None without any.
-        fill_ids: prompt and output at the last admission: what prefill has to feed.
+        fill_ids: prompt and output at the last admission, which prefill feeds.
         streams: its client gets tokens as they come.
         num_inflight, num_inflight_emits: launched, unread steps with this request, and how many
             of them emit.
@@ -42,7 +42,7 @@ class Req:
         weight_spans: labels of the weights that generated the output, each with the index of its
             first token.
         spans_were_sent: whether the client has got `weight_spans`.
-        grammar: what its output must match; None for anything.
+        grammar: the grammar of its output; None: any output.
         must_finish: a drain or a weight update waits for its end, so it may start again even if no
             other request may.
     """
@@ -157,8 +157,8 @@ class Req:
         self.num_hidden += len(states)
 
     def drop_hidden_past_output(self) -> None:
-        """Drops hidden states of rows that a step kept past the stop. What stays is one state for
-        each token but the last (`all`), or one for each output token (`last`)."""
+        """Drops hidden states of rows that a step kept past the stop. One state stays for each
+        token but the last (`all`), or for each output token (`last`)."""
         wanted = max(1, len(self.output_ids))
         if self.hidden_states == "all":
             wanted += len(self.input_ids) - 1
@@ -178,7 +178,7 @@ class LaunchedRow:
     """A request's part in a launched step.
 
     Attributes:
-        max_kept: what the launch added to `committed_bound`.
+        max_kept: the increase of `committed_bound` at launch.
         ends_prompt: the step feeds the last prompt token.
         num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it. In a
             decode step only hidden states of kept rows count.

@@ -23,8 +23,8 @@ from sglang.srt.step.worker import EndedText
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCounts:
-    """Counts what has happened to requests: `num_ended` counts the aborted ones too, and
-    `num_ended_by_grammars` those whose grammar had a problem."""
+    """Counts of requests: `num_ended` includes the aborted ones, `num_ended_by_grammars` are those
+    whose grammar had a problem."""
 
     num_ended: int = 0
     num_aborted: int = 0
@@ -45,7 +45,7 @@ class RequestLifecycle:
         running: requests with a row and KV.
         num_streams: requests, waiting or running, that stream.
         weight_version: the clients' label of the weights.
-        counts: what has happened to requests since the start.
+        counts: counts of requests since the start.
     """
 
     def __init__(

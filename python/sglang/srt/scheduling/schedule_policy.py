@@ -19,7 +19,7 @@ MAX_LPM_QUEUE = 128
 class NewTokenRatio:
     """Share of max_new_tokens that admission sets aside for each running request.
 
-    It falls while nothing is retracted, and jumps up after a retraction to what the running
+    It falls while nothing is retracted. After a retraction it jumps to the share that the running
     requests really used. The constants are SGLang's published defaults.
     """
 

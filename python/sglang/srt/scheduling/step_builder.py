@@ -21,7 +21,7 @@ ENDING_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step to launch: what the worker gets, and what the scheduler remembers of it.
+    """A step to launch: the batch for the worker, and the rows that the scheduler remembers.
 
     Attributes:
         price_ms: its expected time; None where the budget of prompts needs no prices, or where the

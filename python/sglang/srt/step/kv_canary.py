@@ -281,7 +281,7 @@ class _Paths:
         """[T, P] int64: the checksum of each row's path up to each column.
 
         Args:
-            own, sums: [K] int64; what each column's token adds, and sums of chains.
+            own, sums: [K] int64; the part of each column's token, and sums of chains.
         """
         base = torch.where(self.before < 0, 0, sums[self.before])
         return base[:, None] + torch.where(self.is_seen, own[self.places], 0).cumsum(1)

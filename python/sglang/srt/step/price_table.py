@@ -1,4 +1,4 @@
-"""Prices steps, from what was measured at start-up."""
+"""Prices steps from measurements at start-up."""
 
 from __future__ import annotations
 

@@ -55,8 +55,9 @@ def confidence_of_scores(scores: torch.Tensor) -> torch.Tensor:
 class RequestRows:
     """One entry per row of the request-to-token table.
 
-    A request's sequence is what it was admitted with (its prompt and, after a retraction, what it
-    had generated), then what steps have added. Before and after each step, of each running request:
+    The sequence of a request is its tokens at admission (its prompt and, after a retraction, its
+    output so far) and then the tokens that steps have added. Before and after each step, for each
+    running request:
 
     - tokens[r, : num_tokens[r]] is its sequence, as far as it is known. If it emits only what is
       confirmed, tokens[r, committed[r] + 1 : num_tokens[r]] are drafts; the rest is certain.

@@ -94,8 +94,8 @@ class RowDivision(Protocol):
         Impossible inputs are bounded, so only a wrong `rows` reads or writes out of bounds. A
         confidence that is NaN or negative counts as 0, and one above 1 as 1. `num_drafts` and
         `num_masks` are bounded by the tables' widths, `least` by 0 and `num_rows`. If `sum(least)`
-        is more than `num_rows`, no draft or mask is kept, and requests at the end get what is left
-        of their rows, or none.
+        is more than `num_rows`, no draft or mask is kept, and requests at the end get the remaining
+        rows, or none.
         """
 
 

@@ -1,6 +1,5 @@
-"""Computes what a step needs beside the forward pass, a few integers per row: rows are laid out
-before it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the
-work."""
+"""Computes a few integers per row beside the forward pass of a step: rows are laid out before it,
+tokens are committed after it. On a GPU each is one kernel: launches cost more than the work."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ class LookaheadLayout:
     Attributes:
         q_starts: [R + 1] int64; place of each request's first row, and the end of the last one's.
         num_pending: [R] int64; rows with the certain token and drafts that the target may confirm;
-            1 for requests that feed a prompt or emit what nothing has confirmed.
+            1 for requests that feed a prompt or emit unconfirmed tokens.
         parents: [T] int32, for trees: the offset in its request of the row that a pending row
             follows; -1 for roots, rows of prompts and padding. None: all are chains.
         ancestors: [T] int64, for trees: see `ForwardBatch.ancestors`; -1 for rows of prompts and
@@ -257,8 +256,8 @@ class StepOps(Protocol):
         """Ends a step with look-ahead. A request that emits only what is confirmed is given its
         confirmed drafts and the target's token after them, and keeps the KV of the rows that they
         follow, which lie in front; that token alone is pending. Another is given its first
-        `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept. The
-        watermark of `RequestRows.padding_row` stays where it is.
+        `num_unconfirmed` [R] int64 targets; they are pending, and the KV of the tokens that were
+        pending is kept. The watermark of `RequestRows.padding_row` stays where it is.
 
         Args:
             layout: with `lookahead`.
@@ -275,7 +274,7 @@ class StepOps(Protocol):
         parents: torch.Tensor | None = None,
         confidence: torch.Tensor | None = None,
     ) -> None:
-        """Writes what drafters propose: see `RequestRows.write_drafts`."""
+        """Writes drafts: see `RequestRows.write_drafts`."""
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         """Copies a step and the padding of a graph into the graph's inputs; hidden states of

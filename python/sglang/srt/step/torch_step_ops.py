@@ -1,5 +1,4 @@
-"""Computes what a step needs beside the forward pass, in plain torch: the CPU runtime and the
-oracle."""
+"""Implements `StepOps` in plain torch: the CPU runtime and the oracle."""
 
 from __future__ import annotations
 

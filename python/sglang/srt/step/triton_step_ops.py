@@ -1,4 +1,4 @@
-"""Computes what a step needs beside the forward pass, each in one Triton kernel.
+"""Implements `StepOps`, each operation in one Triton kernel.
 
 The host's numbers of a step travel in one copy. Triton compiles a kernel anew for each value of a
 constant, and for tensors that do not begin at a multiple of 16 bytes. So numbers of requests and of

@@ -35,7 +35,7 @@ class NewRow:
         tokens: [n] int32; all that is known of the request's sequence: its prompt and, after a
             retraction, its output so far. Never changed after it is given.
         seed: int64 seed of the request's noise.
-        adjustments: what is done to its logits; None for nothing.
+        adjustments: changes of its logits; None: none.
         namespace: text and KV are shared only between requests that have the same.
     """
 
@@ -94,8 +94,8 @@ class ScheduleBatch:
     """One step of R requests, as the scheduler asks for it, those that feed a prompt first. Never
     changed after it is built.
 
-    What depends on the results of a step in flight (watermarks, pending tokens) is on the device
-    under each request's row.
+    State that depends on the results of a step in flight (watermarks, pending tokens) is on the
+    device, in each request's row.
 
     Attributes:
         rows: R row indices.
@@ -111,9 +111,9 @@ class ScheduleBatch:
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
         logprobs: None when none are wanted.
-        hidden_rows: rows whose last hidden states are returned. Rows that the worker did not
-            feed may be named; what is returned for them means nothing.
-        constraint: restricts what requests with a grammar may be given; None: no request has one.
+        hidden_rows: rows whose last hidden states are returned. They may include rows that the
+            worker did not feed, whose results mean nothing.
+        constraint: restricts the tokens of requests with a grammar; None: no request has one.
     """
 
     rows: list[int]

@@ -46,7 +46,7 @@ def load_flashinfer() -> ModuleType:
     """The package; its import asks torch for the GPUs.
 
     Raises:
-        ValueError: if it is not installed, or lacks what it compiles its kernels with.
+        ValueError: if it is not installed, or lacks tools to compile its kernels.
     """
     try:
         package = importlib.import_module("flashinfer")
@@ -256,7 +256,7 @@ class FlashInferBackend:
     trees waits, too, while FlashInfer packs its masks, and replays no graph.
 
     A graph is planned for all its requests with the same number of rows each. Every `GraphKey` and
-    window has wrappers of its own, since what a graph knows of a plan (grids, addresses) is fixed.
+    window has wrappers of its own, since the grids and addresses of a plan in a graph are fixed.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class PromptItems:
 
 @dataclass(slots=True)
 class _GraphItems:
-    """The items that a graph reads, and the memory that holds them with what was written last."""
+    """The items that a graph reads, their memory, and the values written last."""
 
     room: PromptItems
     memory: torch.Tensor
