@@ -155,7 +155,7 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     SGLang send one tensor as `name`, `dtype` and `shape`.
 
     Attributes:
-        group_name: its default is also the only group that there is, by whatever name.
+        group_name: the default also names the only group, whatever its name.
     """
 
     names: Annotated[list[TensorName], Meta(min_length=1, max_length=MAX_TENSORS)]
@@ -220,7 +220,7 @@ class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
     """Body of `/destroy_weights_update_group`.
 
     Attributes:
-        group_name: its default is also the only group that there is, by whatever name.
+        group_name: the default also names the only group, whatever its name.
     """
 
     group_name: Label = DEFAULT_GROUP

@@ -171,7 +171,7 @@ class CudaGraphRunner(Generic[Results]):
 
     @property
     def keys(self) -> GraphKeys:
-        """Returns the keys of the graphs that there are."""
+        """Returns the keys of all graphs."""
         return self._keys
 
     @property

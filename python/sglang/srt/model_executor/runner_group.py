@@ -208,7 +208,7 @@ class RunnerGroup:
         """Captures graphs anew, if there are none now and all other memory is there.
 
         Raises:
-            RuntimeError: if their memory is not to be had now; then there are none.
+            RuntimeError: if there is not enough memory for them; then there are none.
         """
         if not self.has_graphs:
             self._resume_steps(lambda: None)
@@ -243,7 +243,7 @@ class RunnerGroup:
         """Takes the memory of all weights again, and that of graphs and steps.
 
         Raises:
-            WeightUpdateError, RuntimeError: if it is not to be had now; then all stay released.
+            WeightUpdateError, RuntimeError: if there is not enough memory; then all stay released.
         """
         with ExitStack() as undo:
             for runner in self.runners:
@@ -256,7 +256,7 @@ class RunnerGroup:
         """Takes the pools' memory again, and that of graphs and steps.
 
         Raises:
-            RuntimeError: if it is not to be had now; then the pools stay released.
+            RuntimeError: if there is not enough memory; then the pools stay released.
         """
         self.memory.restore()
         self._resume_steps(self.memory.release)

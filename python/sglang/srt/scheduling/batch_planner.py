@@ -24,7 +24,7 @@ from sglang.srt.scheduling.step_builder import PlannedStep, PromptFeed, StepBuil
 
 logger = logging.getLogger(__name__)
 
-MAX_PASSED = 8  # waiting prompts that shorter ones may pass in a step: each has to be looked up
+MAX_PASSED = 8  # waiting prompts that shorter ones may pass in a step: each costs a look-up
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,8 @@ class StepShape(NamedTuple):
         num_rows: rows in all.
         num_read: rows whose logits are read.
         kv_tokens: tokens with KV of all requests that emit; each is read once.
-        row_kv: sum over the rows of these requests, prompts aside, of the tokens that each sees.
+        row_kv: sum over the rows of these requests, without prompts, of the tokens that each row
+            sees.
         prompts: the chunks of prompts that it feeds.
     """
 

@@ -253,16 +253,16 @@ class StepOps(Protocol):
         max_accepted: int,
         state: RequestRows,
     ) -> AcceptedTokens:
-        """Ends a step with look-ahead. A request that emits only what is confirmed is given its
-        confirmed drafts and the target's token after them, and keeps the KV of the rows that they
-        follow, which lie in front; that token alone is pending. Another is given its first
+        """Ends a step with look-ahead. A request that emits only confirmed tokens gets its
+        confirmed drafts and the target's token after them, and keeps the KV of the rows that these
+        follow, which come first; then that token alone is pending. Any other request gets its first
         `num_unconfirmed` [R] int64 targets; they are pending, and the KV of the tokens that were
         pending is kept. The watermark of `RequestRows.padding_row` stays where it is.
 
         Args:
             layout: with `lookahead`.
             targets: [S] int64; the target's own token after each row read.
-            max_accepted: M; no request is given more, however many drafts are confirmed.
+            max_accepted: M, the most tokens that a request gets.
         """
 
     def write_drafts(
