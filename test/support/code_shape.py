@@ -42,9 +42,10 @@ MAY_IMPORT = {
     "weight_sync": "model_loader models mem_cache base",
     "utils": "weight_sync base",
     "model_executor": "step weight_sync model_loader models layers mem_cache base",
-    "speculative": "model_executor models step layers mem_cache base",
-    "workers": "speculative model_executor step layers mem_cache base",
-    "mtp": "workers speculative model_executor step layers mem_cache base",
+    "lookahead": "step layers mem_cache base",
+    "speculative": "lookahead model_executor models step layers mem_cache base",
+    "workers": "lookahead speculative model_executor step layers mem_cache base",
+    "mtp": "lookahead workers speculative model_executor step layers mem_cache base",
     "parser": "base",
     "constrained": "base",
     "function_call": "parser base",
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "control": "scheduling frontend messages utils weight_sync base",
     "managers": "control scheduling frontend messages constrained utils step mem_cache base",
     "processes": "managers control scheduling frontend messages constrained"
-    " mtp workers speculative model_executor step weight_sync mem_cache base",
+    " mtp workers speculative lookahead model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend function_call parser messages constrained"
     " utils"
     " model_executor base",
