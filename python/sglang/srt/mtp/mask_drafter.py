@@ -26,7 +26,6 @@ from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
     DrafterParts,
-    ExtendedStep,
     PlannedDrafter,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
@@ -185,9 +184,6 @@ class MaskDrafter(Drafter):
             self._ops.propose(step.chosen, step.accepted)
         if self._config.bypasses_graphs and not step.forward.used_graph:
             self._warn_of_bypass(step)
-
-    def propose(self, step: ExtendedStep) -> None:
-        """Nothing: the step itself has given the drafts."""
 
     def _warn_of_bypass(self, step: ComputedStep) -> None:
         """Warns once, of the first request whose look-ahead ran without a graph."""

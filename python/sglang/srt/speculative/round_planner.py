@@ -9,7 +9,7 @@ nodes, and that is their tier. `TileSpec` may then cut the step to the drafts th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.prompt_mix import PromptMix
 from sglang.srt.speculative.request_ends import RequestEnds
 from sglang.srt.speculative.request_mix import RequestMix
-from sglang.srt.speculative.round_options import RoundOptions, SpecRuntimeState
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import (
@@ -41,7 +41,6 @@ class RoundPlanner:
     Attributes:
         policy: chooses how many drafts requests get.
         tile_spec: cuts steps to the drafts that pay; None: all are verified.
-        states: of all tiers.
 
     Args:
         prices: of rounds; None where nothing goes by them.
@@ -74,13 +73,13 @@ class RoundPlanner:
         is_timed = self._times is not None
         tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms, is_timed)
         self.policy = options.policy(tier_parts)
-        self.states: Mapping[int, SpecRuntimeState] = options.states
         self._options, self._step_width = options, options.step_width
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
         self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
         self._next_round = PlannedRound(self.policy.settled, 0)
+        self._reads_matches = options.policy.reads_matches
         self._num_unread = 0  # launched steps
         self._ends = RequestEnds(num_rows)
         self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
@@ -125,7 +124,7 @@ class RoundPlanner:
         left_out = self._left_out
         can_rest = left_out is not None and is_idle and any(batch.emits)
         rests = can_rest and self.policy.rests
-        of_trees = self.policy.reads_matches and self._options.has_trees and not plan.is_plain
+        of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
         plan = replace(
             plan,
             tier=tier,
@@ -161,7 +160,7 @@ class RoundPlanner:
             self._hear_requests(record.rows, counts, verified, result)
         if record.plan.round is not None:
             self._prompts.hear(num_tokens)
-            matched = self._matched(record, result) if self.policy.reads_matches else ()
+            matched = self._matched(record, result) if self._reads_matches else ()
             self.policy.observe(RoundOutcome(*record.plan.round, verified, matched))
 
     def _matched(
@@ -224,7 +223,7 @@ class RoundPlanner:
                 num_late=self._num_late,
             )
             upcoming = upcoming._replace(lengths=lengths)
-        if self.policy.reads_matches:  # of a prompt nothing is known yet
+        if self._reads_matches:  # of a prompt nothing is known yet
             known, prompts = match_lens or self._match_lens, batch.num_prompt_tokens
             pairs = zip(batch.rows, prompts, batch.emits, strict=True)
             found = [0 if num_prompt else known[row] for row, num_prompt, emits in pairs if emits]
