@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.lookahead.contract import Planner, StepPlan
+from sglang.srt.lookahead.contract import PlainPlanner, Planner, StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.runner_group import RunnerGroup
@@ -109,29 +109,6 @@ class DrafterParts:
     is_timed: bool = False
 
 
-class PlannedDrafter(NamedTuple):
-    """Two halves of one kind: one decides on the host, the other does it on the device."""
-
-    planner: Planner
-    drafter: Drafter
-
-
-class DrafterType(Protocol):
-    """A class of drafters, before there is one; `DRAFTERS` names such classes."""
-
-    def needs(self, options: Any) -> DrafterNeeds:
-        """
-        Raises:
-            ValueError: for options that cannot be had; the text names the remedy.
-        """
-
-    def models(self, options: Any, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
-        """Further models, each with a KV pool of its own behind the target's page table."""
-
-    def make(self, parts: DrafterParts) -> PlannedDrafter:
-        """Makes both halves once the models are there."""
-
-
 class Drafter(Protocol):
     """Proposes drafts on the device, as plans say. It owns no KV pages: what it writes to a pool of
     its own lies after the slots of the same requests."""
@@ -148,7 +125,7 @@ class Drafter(Protocol):
     def num_unconfirmed(self, chosen: ChosenTokens) -> torch.Tensor:
         """Tokens that unverified requests (see `StepCounts`) are given of a step whose plan says so
         (`StepPlan.accepts_unconfirmed`): [R] int64, at least 1; ignored for others."""
-        raise NotImplementedError("No plan for this drafter says so.")
+        raise AssertionError("No plan for this drafter says so.")
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         """Takes what it needs of a step: models of its own run over the same rows. Called for every
@@ -164,6 +141,35 @@ class Drafter(Protocol):
         """Writes drafts after the certain token of requests that emitted
         (`StepOps.write_drafts`). Called for every step, also for those without drafts, but for
         those that replay a graph of it (`DrafterNeeds.rounds`)."""
+        return
+
+
+class NoDrafts(Drafter):
+    """Proposes nothing: steps are the target's alone."""
+
+
+class PlannedDrafter(NamedTuple):
+    """Two halves of one kind: one decides on the host, the other does it on the device. By default
+    nothing is drafted."""
+
+    planner: Planner = PlainPlanner()
+    drafter: Drafter = NoDrafts()
+
+
+class DrafterType(Protocol):
+    """A class of drafters, before there is one; `DRAFTERS` names such classes."""
+
+    def needs(self, options: Any) -> DrafterNeeds:
+        """
+        Raises:
+            ValueError: for options that cannot be had; the text names the remedy.
+        """
+
+    def models(self, options: Any, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
+        """Further models, each with a KV pool of its own behind the target's page table."""
+
+    def make(self, parts: DrafterParts) -> PlannedDrafter:
+        """Makes both halves once the models are there."""
 
 
 def plan_of_drafts(

@@ -7,7 +7,7 @@ token (or a chunk of its prompt) and is given one token. With one, a step follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.lookahead.contract import PlainPlanner, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -94,8 +94,7 @@ class TpModelWorker:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
-        self._planner: Planner = PlainPlanner() if planned is None else planned.planner
-        self._drafter = None if planned is None else planned.drafter
+        self._planner, self._drafter = planned or PlannedDrafter()
         self._on_step = on_step
         self._clock = clock
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
@@ -117,7 +116,6 @@ class TpModelWorker:
         """Captures graphs of the steps of `DrafterNeeds.rounds` and of their proposals, if the
         drafter supports them; not with `on_step`, which cannot see inside a graph."""
         if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
-            assert self._drafter is not None, "Rounds are of a drafter."
             run, propose = self._run_step, self._drafter.propose
             self._rounds = RoundGraphs(runners, needs, self._state, run, propose)
             runners.capture_with(self._rounds)
@@ -134,12 +132,11 @@ class TpModelWorker:
 
     def _planned(self, batch: ScheduleBatch) -> StepRecord:
         """The record of a step that is about to be launched. Its copies begin here."""
-        lens = None if self._drafter is None else self._drafter.lens()
+        lens = self._drafter.lens()
         copied = None if lens is None else HostCopy([lens.clone()])
         self._planner.admit(batch.new_rows)
         plan = self._planner.plan(batch, self._newest(copied))
-        if self._drafter is not None:
-            self._drafter.prepare(batch, plan)
+        self._drafter.prepare(batch, plan)
         scores = None
         if plan.wants_scores:
             assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
@@ -147,7 +144,7 @@ class TpModelWorker:
         time = None if self._clock is None else self._clock.begin()
         return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores, time=time)
 
-    def _newest(self, lens: HostCopy | None) -> Sequence[int] | None:
+    def _newest(self, lens: HostCopy | None) -> list[int] | None:
         """The lengths of this step's copy, or of that of the step before, if either is there."""
         copies, self._last_lens = (lens, self._last_lens), lens
         newest = next((copy for copy in copies if copy is not None and copy.is_ready), None)
@@ -185,11 +182,10 @@ class TpModelWorker:
             self._prompt_logprobs(batch, layout, inputs, step.forward),
             hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
         )
-        if self._drafter is not None:
-            output = self._drafter.extend(step)
-            self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
-            if self._on_step is not None:
-                record.notes.append(self._on_step(step))
+        output = self._drafter.extend(step)
+        self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
+        if self._on_step is not None:
+            record.notes.append(self._on_step(step))
         if drawing.shortened is not None:
             # The drafter comes first: it knows of no request that is fed and given nothing.
             drawing.shortened.take_back(step.accepted, drawing.given, self._state)
@@ -197,14 +193,12 @@ class TpModelWorker:
 
     def _propose(self, step: ExtendedStep) -> None:
         if self._rounds is None or not self._rounds.propose(step):
-            assert self._drafter is not None, "Who has graphs of rounds has a drafter."
             self._drafter.propose(step)
 
     def _run_step(
         self, batch: ScheduleBatch, plan: StepPlan, per_request: torch.Tensor
     ) -> tuple[AcceptedTokens, torch.Tensor | None]:
         """A step of `RoundGraphs` up to the proposal; per_request: see `RowLayout`."""
-        assert self._drafter is not None
         layout = self._runner.step_ops.lay_out_rows(
             per_request, plan.counts, self._state, self._table, plan.lookahead_token
         )
@@ -313,7 +307,6 @@ class TpModelWorker:
         layout, targets, state = chosen.layout, chosen.targets, self._state
         num_unconfirmed = None
         if plan.accepts_unconfirmed:
-            assert self._drafter is not None, "Its plan says so."
             num_unconfirmed = self._drafter.num_unconfirmed(chosen)
         if self._kv is not None:
             rows = layout.per_request[ROW]

@@ -221,7 +221,7 @@ class TileSpec:
         return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
 
     def observe(self, record: StepRecord, result: HostResult) -> list[tuple[int, int]]:
-        """Learns from a step that was cut, or was not to be.
+        """Learns from a step, cut or whole.
 
         Returns:
             Of each request that had drafts, how many, and how many of them were right. A chain that
