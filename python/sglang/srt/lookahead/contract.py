@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.forward_inputs import NO_TOKEN
-from sglang.srt.step.step_clock import StepTime
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
@@ -56,23 +55,9 @@ class Budget:
     stakes: Stakes | None = None
 
 
-class ExpectedRound(NamedTuple):
-    """A round whose time is compared with its price.
-
-    Attributes:
-        num_drafts: of each request.
-        num_rows: rows of prompts counted.
-    """
-
-    num_drafts: int
-    num_rows: int
-    price_ms: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The rows that a step of R requests feeds and reads, as far as the host knows, and what is
-    expected of it.
+    """The rows that a step of R requests feeds and reads, as far as the host knows.
 
     Attributes:
         counts: rows, of each request the most.
@@ -94,7 +79,6 @@ class StepPlan:
         budget: granted by a length policy; None: it was not asked.
         num_drafted_for: requests that the step's drafts were to be proposed for, at `tier`; None
             where no request decodes, or nothing is drafted in rounds.
-        expected: None where the step is not to be compared with a price.
     """
 
     counts: StepCounts
@@ -112,7 +96,6 @@ class StepPlan:
     fed_again: Sequence[int] = ()
     budget: Budget | None = None
     num_drafted_for: int | None = None
-    expected: ExpectedRound | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -128,7 +111,6 @@ class StepRecord:
         rows: R rows of the page table.
         lens: `Drafter.lens` from before the step.
         scores: `Confidence.drafts` from before the step, if `StepPlan.wants_scores`.
-        time: the step on the device's clock; None: not timed.
         notes: taken by debugging while the step was launched.
     """
 
@@ -136,7 +118,6 @@ class StepRecord:
     plan: StepPlan
     lens: HostCopy | None = None
     scores: HostCopy | None = None
-    time: StepTime | None = None
     notes: list[object] = field(default_factory=list)
 
 

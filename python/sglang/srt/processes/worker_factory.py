@@ -24,7 +24,6 @@ from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_clock import GpuStepClock, StepClock
 from sglang.srt.step.worker import Worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 
@@ -113,25 +112,17 @@ def make_worker(
     for runner in runners.runners:
         runner.checks.clear()  # of a worker that was made before
     made: PlannedDrafter | None = None
-    clock: StepClock | None = None
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
-        clock = step_clock(needs, target.device)
-        made = kind.make(DrafterParts(drafter.options, runners, state, prices, clock is not None))
+        made = kind.make(DrafterParts(drafter.options, runners, state, prices))
     if checks_kv:  # from here on: a drafter may have measured steps of no request
         check_kv(runners, state, needs.token_shift)
     confirm: Confirm | None = _simulated(simulated_accept_len, needs, state.committed.device)
     if confirm is None and drafter is not None:
         confirm = _by_thresholds(drafter, needs, state.committed.device)
-    worker = TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm, clock)
+    worker = TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm)
     worker.capture_rounds(runners, needs)
     return worker
-
-
-def step_clock(needs: DrafterNeeds, device: torch.device) -> StepClock | None:
-    """Returns the clock that times the steps of a worker with this drafter; None if it would not be
-    asked."""
-    return GpuStepClock() if needs.times_steps and device.type == "cuda" else None
 
 
 def _simulated(

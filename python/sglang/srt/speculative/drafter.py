@@ -99,14 +99,12 @@ class DrafterParts:
         runners: of the target and, after it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where none are measured.
-        is_timed: records of steps have times (`StepRecord.time`).
     """
 
     options: Any
     runners: RunnerGroup
     state: RequestRows
     prices: PriceTable | None = None
-    is_timed: bool = False
 
 
 class Drafter(Protocol):

@@ -66,7 +66,6 @@ class DrafterNeeds:
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
-        times_steps: the drafter hears what steps take (`DrafterParts.clock`).
         price_cache: folder where these are kept for the next start (`TileSpecProfiler`); None: they
             are not.
         token_shift: how many positions ahead the token is that the drafter's models are fed at each
@@ -91,7 +90,6 @@ class DrafterNeeds:
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False
-    times_steps: bool = False
     price_cache: Path | None = None
     token_shift: int = 0
     bypasses_graphs: bool = False

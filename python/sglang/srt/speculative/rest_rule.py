@@ -3,7 +3,7 @@ fed again."""
 
 from __future__ import annotations
 
-REST_AFTER = 6  # steps in a row without drafts
+REST_AFTER = 16  # steps in a row without drafts
 # Steps that the head is fed before it drafts again: after so little context few drafts are right.
 CONTEXT_STEPS = 24
 
@@ -20,6 +20,10 @@ class RestRule:
         self.rests = False
         self._num_idle = 0
         self._num_fed = CONTEXT_STEPS
+
+    def renew(self) -> None:
+        """Most requests are new, and the model has been fed all of their tokens."""
+        self._num_idle, self._num_fed = 0, CONTEXT_STEPS
 
     def num_steps_to_feed(self, is_fed: bool) -> int:
         """Steps before there can be drafts. `is_fed`: the model has KV of all of the requests'

@@ -202,7 +202,6 @@ class RoundOptions:
             max_confirmed=self.max_confirmed,
             max_masks=None if self.tile_spec_cache is None else 0,
             needs_prices=self.needs_prices,
-            times_steps=self.needs_prices,
             price_cache=self.tile_spec_cache,
             rounds={self.num_drafts(tier): each.batch_sizes for tier, each in self.states.items()},
         )

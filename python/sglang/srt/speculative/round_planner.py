@@ -20,11 +20,9 @@ from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
 from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.prompt_mix import PromptMix
-from sglang.srt.speculative.request_ends import RequestEnds
-from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
-from sglang.srt.speculative.round_times import RoundTimes
+from sglang.srt.speculative.stretches import Stretches
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
     TierParts,
@@ -55,11 +53,8 @@ class RoundPlanner(Planner):
         left_out: LeftOutRows | None = None,
     ) -> None:
         self.tile_spec: TileSpec | None = None
-        self._times: RoundTimes | None = None
         policy_prices: RoundPrices | None = prices
         packs_in_graphs = _packs_in_graphs(parts)
-        if prices is not None and parts.is_timed:
-            self._times = RoundTimes(prices, packs_in_graphs)
         if options.tile_spec_cache is not None:
             assert prices is not None, "Rows go by prices, and none were measured."
             tables = RoundTables(prices, packs_in_graphs)
@@ -70,22 +65,18 @@ class RoundPlanner(Planner):
         graph_size = same_size if keys is None else keys.decode_size
         self._left_out = left_out
         feed_ms = prices.feed_ms if prices is not None and left_out is not None else None
-        is_timed = self._times is not None
-        tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms, is_timed)
+        tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms)
         self.policy = options.policy(tier_parts)
         self._options, self._step_width = options, options.step_width
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
-        self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
+        self._stretches = Stretches(num_rows) if options.policy.reads_lengths else None
         # The round that drafts were proposed for last: `TierPolicy.settled`, and how many requests
         # were to be drafted for.
         self._next_round = self.policy.settled, 0
         self._reads_matches = options.policy.reads_matches
-        self._num_unread = 0  # launched steps
-        self._ends = RequestEnds(num_rows)
         self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
-        self._num_late = 0  # steps that are launched before the one before them is read
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """See `Planner`; the same whatever the parameters are."""
@@ -97,14 +88,10 @@ class RoundPlanner(Planner):
             self._num_pending_drafts[new.row] = 0
             if self._left_out is not None:
                 self._left_out.admit(new.row)
-            self._ends.admit(new.row, new.params.max_new_tokens)
-            if self._requests is not None:
-                self._requests.admit(new.row)
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         """Plans what a step feeds, and how many drafts are proposed after it
         (`StepPlan.next_drafts`); lens are of the matches that drafts follow."""
-        self._num_unread += 1
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
@@ -136,18 +123,10 @@ class RoundPlanner(Planner):
             fed_again=() if left_out is None else left_out.plan(batch.rows, rests),
             wants_paths=plan.wants_paths or of_trees,
         )
-        if self._times is not None:
-            plan = replace(plan, expected=self._times.expected(batch, plan))
         return plan
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
-        self._num_unread -= 1
-        if self._num_unread:  # else there may have been nothing to launch
-            self._num_late = self._num_unread
-        num_tokens = self._ends.observe(record.rows, result.accept_lens)
-        if self._times is not None:
-            self._times.compare(record)
         if self.tile_spec is not None:
             verified = self.tile_spec.observe(record, result)
             counts = record.plan.num_drafts
@@ -158,11 +137,11 @@ class RoundPlanner(Planner):
                 for count, taken in zip(counts, result.accept_lens, strict=False)
                 if count
             ]
-        if self._requests is not None:
-            self._hear_requests(record.rows, counts, verified, result)
+        if self._stretches is not None:
+            self._learn_stretches(self._stretches, record.rows, counts, verified, result)
         plan = record.plan
         if plan.num_drafted_for is not None:
-            self._prompts.hear(num_tokens)
+            self._prompts.hear(sum(result.accept_lens))
             matched = self._matched(record, result) if self._reads_matches else ()
             self.policy.observe(RoundOutcome(plan.tier, plan.num_drafted_for, verified, matched))
 
@@ -178,19 +157,18 @@ class RoundPlanner(Planner):
             (lens[row], count, right_places(result, index)) for index, (row, count) in fed if count
         ]
 
-    def _hear_requests(
-        self,
+    @staticmethod
+    def _learn_stretches(
+        stretches: Stretches,
         rows: Sequence[int],
         num_drafts: Sequence[int],
         verified: list[tuple[int, int]],
         result: HostResult,
     ) -> None:
-        """Tells what each request of a step was given; `verified` are those that had drafts."""
-        assert self._requests is not None
+        """Tells how many drafts of each request were right; `verified` are those that had any."""
         counts, found = [*num_drafts] or [0] * len(rows), iter(verified)
         right = [next(found)[1] if count else 0 for count in counts]
-        fed = [*result.num_drafts] or counts
-        self._requests.observe(rows, counts, right, result.accept_lens, fed)
+        stretches.observe(rows, counts, right, [*result.num_drafts] or counts)
 
     def _next_drafts(
         self, batch: ScheduleBatch, max_accepted: int, match_lens: Sequence[int] | None
@@ -218,14 +196,13 @@ class RoundPlanner(Planner):
         rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
         if self._left_out is not None:
             upcoming = upcoming._replace(is_fed=not self._left_out.lacks_tokens(rows))
-        if self._requests is not None:
-            lengths = partial(
-                self._requests.lengths,
-                rows,
-                num_new=self._ends.tokens_of_rounds,
-                num_late=self._num_late,
-            )
-            upcoming = upcoming._replace(lengths=lengths)
+        if self._stretches is not None:
+            fed = zip(batch.num_prompt_tokens, batch.emits, strict=True)
+            num_new = sum(emits and num_prompt > 0 for num_prompt, emits in fed)
+            is_renewed = 2 * num_new >= num_reqs
+            if is_renewed:
+                self._stretches.renew()
+            upcoming = upcoming._replace(lengths=self._stretches.lengths, is_renewed=is_renewed)
         if self._reads_matches:  # of a prompt nothing is known yet
             known, prompts = match_lens or self._match_lens, batch.num_prompt_tokens
             pairs = zip(batch.rows, prompts, batch.emits, strict=True)

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from sglang.srt.model_executor.draft_shapes import TreeShape
-from sglang.srt.speculative.round_excess import RoundExcess
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 
 MAX_COSTS = 4096  # that are remembered
@@ -41,9 +40,10 @@ class UpcomingRound(NamedTuple):
         prompts: rows of prompts that it may feed, each with its chance.
         of_pace: the same round by how many tokens rounds give each request, on which it depends
             how many prompts there are; None: it does not.
-        lengths: what rounds give the requests (`RequestMix.lengths`), by the most drafts; None:
+        lengths: what rounds give the requests (`Stretches.lengths`), by the most drafts; None:
             not asked for (`TierPolicy.reads_lengths`).
         is_fed: the drafter's model has been fed all tokens of the requests.
+        is_renewed: at least half of the requests have just fed the end of their prompts.
         match_lens: of each request the length of the match that its drafts follow, as far as that
             is known; empty: not asked for (`TierPolicy.reads_matches`).
     """
@@ -54,6 +54,7 @@ class UpcomingRound(NamedTuple):
     of_pace: Callable[[float], UpcomingRound] | None = None
     lengths: Callable[[int], list[float]] | None = None
     is_fed: bool = True
+    is_renewed: bool = False
     match_lens: Sequence[int] = ()
 
     @property
@@ -102,7 +103,6 @@ class MeasuredRounds:
     """Rounds over a target whose head runs in each step, and then drafts chains or trees.
 
     Attributes:
-        excess: by how much rounds take longer than what was measured.
         prompt_row_ms: what a row of a prompt costs in steps of the size where each costs least.
 
     Args:
@@ -117,7 +117,6 @@ class MeasuredRounds:
         self,
         target: PriceTable,
         head: DraftPrices,
-        excess: RoundExcess | None = None,
         tree: TreeShape | None = None,
         max_requests: int | None = None,
         can_rest: bool = False,
@@ -127,7 +126,6 @@ class MeasuredRounds:
         self.tree = tree
         self.max_requests = max_requests
         self.can_rest = can_rest
-        self.excess = RoundExcess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
         self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
@@ -144,9 +142,7 @@ class MeasuredRounds:
         num_rows = case.num_reqs * (1 + num_drafts)
         cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
         whole_ms = cost.at(case.kv_tokens)
-        own_ms = whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
-        excess = self.excess.of_rounds(num_drafts)
-        return own_ms * excess.at(num_rows + case.prompt_rows)
+        return whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
 
     def feed_ms(self, upcoming: UpcomingRound) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""

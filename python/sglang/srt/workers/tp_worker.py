@@ -30,7 +30,6 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.constrained_step import ConstraintQuestion, ShortenedRows
 from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_clock import StepClock
 from sglang.srt.step.step_ops import (
     EMITS,
     EMITS_ONLY_CONFIRMED,
@@ -78,7 +77,6 @@ class TpModelWorker:
         confirm: which drafts are confirmed; None: those that equal the target's own tokens.
         on_step: is told of every step with the drafter's proposals in place, for debugging. What it
             gives is noted in the step's record.
-        clock: times every step; None: not asked for.
     """
 
     def __init__(
@@ -89,14 +87,12 @@ class TpModelWorker:
         planned: PlannedDrafter | None = None,
         on_step: Callable[[ComputedStep], object] | None = None,
         confirm: Confirm | None = None,
-        clock: StepClock | None = None,
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
         self._planner, self._drafter = planned or PlannedDrafter()
         self._on_step = on_step
-        self._clock = clock
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._confirm = confirm or ConfirmEqual(state.committed.device)
         self._rounds: RoundGraphs | None = None
@@ -124,11 +120,7 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
-        record = self._planned(batch)
-        result = self._run(batch, record)
-        if record.time is not None:
-            record.time.end()
-        return result
+        return self._run(batch, self._planned(batch))
 
     def _planned(self, batch: ScheduleBatch) -> StepRecord:
         """The record of a step that is about to be launched. Its copies begin here."""
@@ -141,8 +133,7 @@ class TpModelWorker:
         if plan.wants_scores:
             assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
             scores = HostCopy([self._state.confidence.drafts.clone()])
-        time = None if self._clock is None else self._clock.begin()
-        return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores, time=time)
+        return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores)
 
     def _newest(self, lens: HostCopy | None) -> list[int] | None:
         """The lengths of this step's copy, or of that of the step before, if either is there."""

@@ -52,9 +52,7 @@ class RoundTables:
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
             target = _without_graphs(rounds.target)
-            self._packed = MeasuredRounds(
-                target, head, rounds.excess, rounds.tree, rounds.max_requests
-            )
+            self._packed = MeasuredRounds(target, head, rounds.tree, rounds.max_requests)
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
@@ -67,12 +65,10 @@ class RoundTables:
         """
         prompt_rows = case.prompt_rows
         found = self._buckets(case.num_reqs, num_drafts, prompt_rows)
-        seen = self._uniform.excess.of_rounds(num_drafts)
-        excess = seen.of([prompt_rows + rows for rows in found.rows])
         whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
         costs = (
-            (whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)) * longer
-            for rows, whole_ms, longer in zip(found.rows, whole, excess.tolist(), strict=True)
+            whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)
+            for rows, whole_ms in zip(found.rows, whole, strict=True)
         )
         return LatencyTable(found.rows, tuple(costs))
 
@@ -178,7 +174,7 @@ class TileSpec:
         return self._table(round_of(batch), max(num_drafts))
 
     def _table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
-        """See `RoundTables.table`; within LOOK_STEPS KV and excess change little."""
+        """See `RoundTables.table`; within LOOK_STEPS KV changes little."""
         key = case.num_reqs, num_drafts, case.prompt_rows
         if key not in self._known:
             self._known[key] = self._tables.table(case, num_drafts)

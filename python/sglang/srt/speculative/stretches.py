@@ -1,0 +1,141 @@
+"""Estimates how many tokens a round of any number of drafts gives a request.
+
+Drafts are right in stretches: where one is right, the next one mostly is too. Rounds of few drafts
+meet a stretch several times where one of many drafts would have passed it at once. So the share of
+right drafts at each place, counted in rounds of one number of drafts, does not say what rounds of
+another number would give. Two chances do:
+
+    begin: the first draft is right, after a round that did not confirm all of its drafts.
+    stay:  a further draft is right, given that the one before it is.
+
+A round of d drafts is full if all of them are right. The model's own token after them is then
+predictable with the chance `stay`, so the first draft of the next round is right with the chance
+
+    again = stay^2 + (1 - stay) begin
+
+The share of rounds after a full one follows from the chances that a round is full,
+begin stay^(d - 1) and again stay^(d - 1). With `first` as the chance that a first draft is right,
+over rounds of both kinds, a round gives a request
+
+    1 + first (1 + stay + ... + stay^(d - 1))
+
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Drafts of each kind that are remembered of what runs now: those of the last MEMORY_STEPS steps,
+# LEAST_MEMORY at least; and of all that has run.
+MEMORY_STEPS, LEAST_MEMORY, PAST_MEMORY = 4.0, 32.0, 512.0
+PAST_TRIALS = 6.0  # drafts that the past counts as beside what runs now
+FORGETTING_STEPS = 300.0  # a step without drafts of a kind forgets 1/300 of what is known of now
+FIRST_CHANCE, FIRST_TRIALS = (
+    0.6,
+    2.0,
+)  # before any draft was tried, and the drafts that it counts as
+MOST_CHANCE = 0.995  # every stretch ends
+
+
+class _Trials:
+    """Drafts tried and right, of which the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self.tried = self.right = 0.0
+
+    def add(self, tried: int, right: int, memory: float) -> None:
+        """Adds drafts of one step, and forgets all but `memory` drafts."""
+        self.tried += tried
+        self.right += right
+        if self.tried > memory:
+            self.scale(memory / self.tried)
+
+    def scale(self, share: float) -> None:
+        """Forgets all but a share."""
+        self.tried *= share
+        self.right *= share
+
+    def chance(self, prior: float, trials: float) -> float:
+        """Returns the share of right drafts, where the prior counts as so many drafts."""
+        return (self.right + trials * prior) / (self.tried + trials)
+
+
+class _Chance:
+    """How often drafts of one kind are right now; where little is known, as in the past."""
+
+    def __init__(self) -> None:
+        self._now, self._past = _Trials(), _Trials()
+
+    def add(self, tried: int, right: int, memory: float) -> None:
+        """Adds drafts of one step."""
+        if tried:
+            self._past.add(tried, right, PAST_MEMORY)
+            self._now.add(tried, right, memory)
+        else:
+            self._now.scale(1.0 - 1.0 / FORGETTING_STEPS)
+
+    def renew(self) -> None:
+        """Forgets what is known of now."""
+        self._now.scale(0.0)
+
+    def value(self, first: float) -> float:
+        """Returns the chance; `first`: before any draft was tried."""
+        past = self._past.chance(first, FIRST_TRIALS)
+        return self._now.chance(past, PAST_TRIALS)
+
+
+class Stretches:
+    """Counts, over all requests, how often stretches of right drafts begin and go on.
+
+    Args:
+        num_rows: of the page table.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._begin, self._stay = _Chance(), _Chance()
+        self._was_full = np.zeros(num_rows, np.bool_)  # the last round of the request of each row
+
+    def renew(self) -> None:
+        """Most requests are new: they are taken to be like all before them."""
+        self._begin.renew()
+        self._stay.renew()
+
+    def observe(
+        self,
+        rows: Sequence[int],
+        num_drafts: Sequence[int],
+        num_right: Sequence[int],
+        num_fed: Sequence[int],
+    ) -> None:
+        """Hears a step; one that feeds a request's prompt, without drafts, ends what was before.
+
+        Args:
+            rows: R, of its requests, each once.
+            num_drafts: R counts of drafts that each had; 0: none.
+            num_right: R counts of those that were right.
+            num_fed: R counts of drafts that the step fed; of further ones `num_right` is a guess.
+        """
+        index, drafts = np.array(rows), np.array(num_drafts)
+        right, fed = np.array(num_right), np.array(num_fed)
+        begins = (drafts > 0) & ~self._was_full[index]
+        memory = max(LEAST_MEMORY, MEMORY_STEPS * len(index))
+        self._begin.add(int(begins.sum()), int((begins & (right > 0)).sum()), memory)
+        further = np.maximum(np.minimum(drafts - 1, right), 0)
+        self._stay.add(int(further.sum()), int(np.maximum(right - 1, 0).sum()), memory)
+        self._was_full[index] = (fed > 0) & (right >= fed)
+
+    def lengths(self, most: int) -> list[float]:
+        """Tokens that a round gives a request with 0, 1, ... `most` drafts."""
+        begin = self._begin.value(FIRST_CHANCE)
+        stay = min(self._stay.value(FIRST_CHANCE), MOST_CHANCE)
+        more_again = stay * stay - stay * begin  # beyond `begin`
+        found, reached, power = [1.0], 0.0, 1.0
+        for _ in range(most):
+            reached += power
+            after_full = begin * power / (1.0 - more_again * power)
+            found.append(1.0 + reached * (begin + after_full * more_again))
+            power *= stay
+        return found
