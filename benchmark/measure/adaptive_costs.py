@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.speculative.request_mix import RequestMix
 from tqdm import tqdm
 
 from benchmark.command import in_turn, make_parser, store
@@ -55,7 +56,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (

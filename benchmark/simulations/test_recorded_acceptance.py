@@ -10,10 +10,10 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
+from sglang.srt.speculative.request_mix import RequestMix
 
 from record_acceptance import NUM_NEW, RECORDED
 from served_rounds import MAX_DRAFTS, rounds
-from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierParts

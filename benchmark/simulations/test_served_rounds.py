@@ -43,8 +43,8 @@ def each_way(num_clients: int, counts: Sequence[int], short: str, long: str) -> 
     return [(num_clients, short, counts, SHORT), (num_clients, long, counts, LONG)]
 
 
-def rate(load: Load, text: Text, options: RoundOptions, is_timed: bool = True) -> float:
-    return ServedRounds(load, text, options, is_timed).rate(400, 200)
+def rate(load: Load, text: Text, options: RoundOptions) -> float:
+    return ServedRounds(load, text, options).rate(400, 200)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def test_numbers_by_load_are_as_fast_as_the_best_fixed_one(
     one step to the next the number hardly ever changes."""
     load = Load(num_clients, *lens)
     num_steps = 400
-    by_load = ServedRounds(load, TEXTS[text], BY_LOAD, is_timed=True)
+    by_load = ServedRounds(load, TEXTS[text], BY_LOAD)
     with settled_tiers(by_load) as served:
         speed = by_load.rate(num_steps, 200)
     assert speed > 0.965 * best_static(load, TEXTS[text], counts)
@@ -106,17 +106,17 @@ def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequenc
     """Easy ones end soon, so at any time most are hard."""
     load, texts = Load(num_clients, 64, 128), (EASY, HARD, HARD)
     num_steps = 19_200 // num_clients  # few requests at once are as many in more steps
-    fixed = (ServedRounds(load, texts, RoundOptions(n), True) for n in counts)
+    fixed = (ServedRounds(load, texts, RoundOptions(n)) for n in counts)
     best = max(each.rate(num_steps, 200) for each in fixed)
-    assert ServedRounds(load, texts, BY_LOAD, True).rate(num_steps, 200) > 0.96 * best
+    assert ServedRounds(load, texts, BY_LOAD).rate(num_steps, 200) > 0.96 * best
 
 
 def test_wide_rounds_that_take_longer_than_their_prices() -> None:
     """Five drafts are best by these prices; three by what rounds take."""
     load = Load(32, 64, 512, excess=0.6)
-    three, five = (ServedRounds(load, EVEN, RoundOptions(n), True).rate(400, 200) for n in (3, 5))
+    three, five = (ServedRounds(load, EVEN, RoundOptions(n)).rate(400, 200) for n in (3, 5))
     assert three > 1.01 * five
-    served = ServedRounds(load, EVEN, BY_LOAD, True)
+    served = ServedRounds(load, EVEN, BY_LOAD)
     assert served.rate(1200, 400) > 0.985 * three
     assert served.tiers[3] > 2 * served.tiers[5]
 
@@ -126,17 +126,17 @@ def test_numbers_whose_rounds_take_longer_or_less_than_their_prices(text: Text) 
     """Five drafts are best by these prices, and most steps have as many rows with either number and
     prompts beside them."""
     load = Load(32, 64, 128, excess=0.05, loss_of={3: -0.025, 5: 0.01})
-    three, five = (ServedRounds(load, text, RoundOptions(n), True).rate(800, 200) for n in (3, 5))
+    three, five = (ServedRounds(load, text, RoundOptions(n)).rate(800, 200) for n in (3, 5))
     assert three > 1.01 * five
-    assert ServedRounds(load, text, BY_LOAD, True).rate(1500, 500) > 0.99 * three
+    assert ServedRounds(load, text, BY_LOAD).rate(1500, 500) > 0.99 * three
 
 
 def test_ends_of_requests_are_counted() -> None:
     """Many tokens of short answers lie beyond the end, more of them the more are drafted."""
     load = Load(64, 64, 17, excess=0.0)
-    fixed = (ServedRounds(load, EVEN, RoundOptions(n), True) for n in (1, 2))
+    fixed = (ServedRounds(load, EVEN, RoundOptions(n)) for n in (1, 2))
     best = max(each.rate(800, 100) for each in fixed)
-    assert ServedRounds(load, EVEN, BY_LOAD, True).rate(1200, 300) > 0.985 * best
+    assert ServedRounds(load, EVEN, BY_LOAD).rate(1200, 300) > 0.985 * best
 
 
 def without_head(load: Load, text: Text) -> float:
@@ -155,7 +155,7 @@ def test_plain_steps_that_take_longer_or_less_than_their_prices(
 ) -> None:
     """One draft is a few percent better than none, or worse: nobody can tell by the prices."""
     load, text = Load(num_clients, 64, 128, plain_gain=plain_gain), Text(0.0, 0.9, chance)
-    one_draft = ServedRounds(load, text, RoundOptions(1), True).rate(800, 200)
+    one_draft = ServedRounds(load, text, RoundOptions(1)).rate(800, 200)
     served = ServedRounds(load, text, BY_LOAD, True, can_rest=True)
     assert served.rate(2400, 1200) > 0.985 * max(without_head(load, text), one_draft)
 
@@ -201,7 +201,7 @@ def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
 
     def served() -> tuple[float, float]:
         """The speed, and drafts of a step."""
-        found = ServedRounds(Load(28), SURE, BY_LOAD, True)
+        found = ServedRounds(Load(28), SURE, BY_LOAD)
         speed = found.rate(400, 200)
         return speed, sum(tier * count for tier, count in found.tiers.items()) / 600
 

@@ -70,18 +70,6 @@ class Load:
     loss_of: Mapping[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class GivenTime:
-    """A step takes what it is said to take."""
-
-    ms: float
-
-    def end(self) -> None: ...
-
-    def took_ms(self) -> float:
-        return self.ms
-
-
 class SomeLeftOut(LeftOutRows):
     """Some tokens of every request were left out."""
 
@@ -89,12 +77,12 @@ class SomeLeftOut(LeftOutRows):
         return True
 
 
-def parts_of(num_rows: int, is_timed: bool) -> DrafterParts:
+def parts_of(num_rows: int) -> DrafterParts:
     """What a `RoundPlanner` looks at."""
     target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))
     runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
-    return DrafterParts(None, runners, cast(Any, None), is_timed=is_timed)
+    return DrafterParts(None, runners, cast(Any, None))
 
 
 class ServedRounds:
@@ -116,7 +104,6 @@ class ServedRounds:
         load: Load,
         text: Text | Sequence[Text],
         options: RoundOptions,
-        is_timed: bool,
         can_rest: bool = False,
     ) -> None:
         self._load = load
@@ -127,7 +114,7 @@ class ServedRounds:
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
         left_out = SomeLeftOut() if can_rest else None
-        self.planner = RoundPlanner(options, parts_of(count, is_timed), rounds(can_rest), left_out)
+        self.planner = RoundPlanner(options, parts_of(count), rounds(can_rest), left_out)
         self.planner.admit([new_row(row, load.new_tokens) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count
@@ -195,7 +182,6 @@ class ServedRounds:
             plan=plan,
             lens=HostCopy([torch.zeros(len(self._left), dtype=torch.int64)]),
             scores=HostCopy([self._confidence.clone()]) if plan.wants_scores else None,
-            time=GivenTime(took_ms),
         )
         result = HostResult([[]] * len(fed), taken, taken, num_drafts=drafts, record=record)
         return took_ms, result, num_given

@@ -6,10 +6,9 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.stretches import Stretches
 from sglang.srt.speculative.tier_policy import RoundOutcome, TierPolicy
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
@@ -65,7 +64,7 @@ class Decoding:
     def __init__(self, policy: TierPolicy, num_reqs: int) -> None:
         self.num_reqs = num_reqs
         self.policy = policy
-        self._mix = RequestMix(num_reqs)
+        self._stretches = Stretches(num_reqs)
         self._left = [NUM_NEW - row % NUM_NEW for row in range(num_reqs)]
 
     def run(
@@ -83,7 +82,7 @@ class Decoding:
         luck, unread, rows = random.Random(seed), deque[list[int]](), range(self.num_reqs)
         now_ms, given, tiers, policy = 0.0, 0, Counter[int](), self.policy
         num_switches, settled = 0, policy.settled
-        lengths = partial(self._mix.lengths, rows)
+        lengths = self._stretches.lengths
         while given < num_tokens * self.num_reqs:
             tier = policy.choose(UpcomingRound(self.num_reqs, lengths=lengths))
             num_switches += policy.settled != settled
@@ -99,13 +98,13 @@ class Decoding:
 
     def _read(self, tier: int, settled: int, *found: int) -> None:
         rows, outcomes = range(self.num_reqs), [(tier, right) for right in found if tier]
-        self._mix.observe(rows, [tier] * len(rows), found, [1 + right for right in found])
+        counts = [tier] * len(rows)
+        self._stretches.observe(rows, counts, found, counts)
         self.policy.observe(RoundOutcome(settled, self.num_reqs, outcomes))
         for row, right in zip(rows, found, strict=True):
             self._left[row] -= 1 + right
             if self._left[row] <= 0:
                 self._left[row] += NUM_NEW
-                self._mix.admit(row)
 
 
 def right_drafts(luck: random.Random, num_drafts: int, chance: float) -> int:

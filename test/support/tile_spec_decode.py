@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.speculative.drafter import plan_of_drafts
-from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.stretches import Stretches
 from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierParts
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
@@ -89,13 +88,13 @@ class Decode:
         self._tile_spec = TileSpec(RoundTables(ROUNDS, packs_in_graphs=True))
         prices = CutRounds(ROUNDS, self._tile_spec)
         self._policy = LoadAwareTier(TierParts(TierOptions(MAX_DRAFTS), prices))
-        self._mix = RequestMix(num_reqs)
+        self._stretches = Stretches(num_reqs)
 
     def rate(self, num_rounds: int, num_before: int = 100) -> float:
         """Tokens per millisecond after some rounds."""
         unread = deque[tuple[StepRecord, HostResult, int]]()
-        num_tokens, ms, rows = 0, 0.0, range(self._num_reqs)
-        upcoming = UpcomingRound(self._num_reqs, lengths=partial(self._mix.lengths, rows))
+        num_tokens, ms = 0, 0.0
+        upcoming = UpcomingRound(self._num_reqs, lengths=self._stretches.lengths)
         tier, settled = self._policy.choose(upcoming), self._policy.settled
         for number in range(-num_before, num_rounds):
             told = self._text.confidences(self._rng, self._num_reqs)
@@ -128,7 +127,7 @@ class Decode:
     def _read(self, record: StepRecord, result: HostResult, settled: int) -> None:
         verified = self._tile_spec.observe(record, result)
         counts, right = zip(*verified or [(0, 0)] * self._num_reqs, strict=True)
-        self._mix.observe(range(self._num_reqs), counts, right, result.accept_lens)
+        self._stretches.observe(range(self._num_reqs), counts, right, result.num_drafts or counts)
         self._policy.observe(RoundOutcome(settled, self._num_reqs, verified))
 
 

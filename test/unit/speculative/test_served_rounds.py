@@ -4,19 +4,15 @@ prompts take the room that drafts would have had for nothing, and steps take lon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-from served_rounds import MAX_DRAFTS, GivenTime, Load, ServedRounds, batch_of, rounds
+from served_rounds import MAX_DRAFTS, Load, ServedRounds, batch_of, rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.prompt_mix import (
     MAX_NUMBERS,
     MEMORY_STEPS,
@@ -24,20 +20,11 @@ from sglang.srt.speculative.prompt_mix import (
     PromptMix,
     round_of,
 )
-from sglang.srt.speculative.request_mix import (
-    BEGUN,
-    BEGUN_TRIED,
-    STAYED,
-    STAYED_TRIED,
-    RequestMix,
-)
 from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
-from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
-from sglang.srt.step.worker import HostResult, ScheduleBatch
 from tile_spec_decode import Text
 
 SURE, EVEN = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8)
@@ -53,7 +40,7 @@ def test_more_requests_are_given_fewer_drafts() -> None:
     """Where all are right as often; the number settles."""
     means = []
     for num_clients in (1, 16, 96):
-        served = ServedRounds(Load(num_clients, *SHORT), EVEN, BY_LOAD, is_timed=True)
+        served = ServedRounds(Load(num_clients, *SHORT), EVEN, BY_LOAD)
         served.rate(1, 300)
         counts = served.tiers.copy()
         served.rate(1, 100)
@@ -65,7 +52,7 @@ def test_more_requests_are_given_fewer_drafts() -> None:
 
 @pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
 def test_a_head_rests_where_drafts_do_not_pay_and_wakes_when_they_do(options: RoundOptions) -> None:
-    served = ServedRounds(Load(96), NEVER, options, True, can_rest=True)
+    served = ServedRounds(Load(96), NEVER, options, can_rest=True)
     served.rate(1, 400)
     num_rests = served.num_rests
     assert num_rests > 200
@@ -77,39 +64,12 @@ def test_a_head_rests_where_drafts_do_not_pay_and_wakes_when_they_do(options: Ro
     assert served.num_rests == before
 
 
-@pytest.mark.parametrize("num_late", [0, 1])
-def test_steps_that_are_launched_before_the_last_one_is_read_are_those_behind_an_end(
-    num_late: int,
-) -> None:
-    planner = ServedRounds(Load(2), EVEN, BY_LOAD, is_timed=False).planner
-    asked = list[dict[str, Any]]()
-    lengths = RequestMix.lengths
-
-    def watched(mix: RequestMix, rows: Sequence[int], most: int, **more: Any) -> list[float]:
-        asked.append(more)
-        return lengths(mix, rows, most, **more)
-
-    with mock.patch.object(RequestMix, "lengths", watched):
-        record = StepRecord(rows=[0, 1], plan=planner.plan(batch_of([0, 0])))
-        for number in range(4):
-            if number:
-                planner.plan(batch_of([0, 0]))
-            if number >= num_late:
-                planner.observe(record, HostResult([[], []], [1, 1], [1, 1]))
-        for _ in range(num_late):  # there is nothing to launch for a while, which tells nothing
-            planner.observe(record, HostResult([[], []], [1, 1], [1, 1]))
-        planner.plan(batch_of([0, 0]))
-    before_it_is_known = [0] * (1 + num_late)
-    found = [each["num_late"] for each in asked]
-    assert found == [*before_it_is_known, *[num_late] * (4 - num_late)]
-
-
 @pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
 @pytest.mark.parametrize("can_rest", [False, True])
 def test_a_step_of_a_prompts_first_chunk_alone_gives_nobody_drafts(
     options: RoundOptions, can_rest: bool
 ) -> None:
-    planner = ServedRounds(Load(2), SURE, options, True, can_rest).planner
+    planner = ServedRounds(Load(2), SURE, options, can_rest).planner
     for _ in range(3):
         plan = planner.plan(batch_of([16], emits=False))
         assert list(plan.next_drafts) == [0]
@@ -119,7 +79,7 @@ def test_a_step_of_a_prompts_first_chunk_alone_gives_nobody_drafts(
 
 def test_a_head_that_rested_is_fed_the_chunks_of_a_prompt_that_is_alone() -> None:
     """What was left out of a prompt would be missing to all that begin like it."""
-    served = ServedRounds(Load(128), NEVER, BY_LOAD, True, can_rest=True)
+    served = ServedRounds(Load(128), NEVER, BY_LOAD, can_rest=True)
     served.rate(1, 100)
     planner, is_idle = served.planner, [0] * 128
     while not planner.plan(batch_of(is_idle)).rests:
@@ -132,7 +92,7 @@ def test_a_head_that_rested_is_fed_the_chunks_of_a_prompt_that_is_alone() -> Non
 @pytest.mark.parametrize("is_fed", [False, True])
 def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> None:
     """Others when the head has been fed some of their tokens."""
-    served = ServedRounds(Load(128), (NEVER, SURE), BY_LOAD, True, can_rest=True)
+    served = ServedRounds(Load(128), (NEVER, SURE), BY_LOAD, can_rest=True)
     served.rate(1, 400)
     planner = served.planner
     policy: Any = planner.policy
@@ -149,7 +109,7 @@ def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> N
 
 def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:
     """The head reads these too."""
-    served = ServedRounds(Load(64, 2048, 64), NEVER, BY_LOAD, True, can_rest=True)
+    served = ServedRounds(Load(64, 2048, 64), NEVER, BY_LOAD, can_rest=True)
     served.rate(1, 300)
     policy: Any = served.planner.policy
     asked: list[UpcomingRound] = []
@@ -162,40 +122,6 @@ def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:
     with mock.patch.object(policy, "_feed_ms", noted):
         served.rate(1, 20)
     assert any(case.prompt_rows > 0 for upcoming in asked for _, case in upcoming.cases)
-
-
-@pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
-def test_what_became_of_drafts_is_told_of_their_request(options: RoundOptions) -> None:
-    """Between others that read prompts, and whatever was cut."""
-    served = ServedRounds(Load(6, 64, 128), (EASY, HARD), options, True)
-    served.rate(60, 0)
-    mix, kinds = served.planner._requests, served._kinds
-    assert mix is not None
-    known = mix._known[:6]
-    tried = known[:, STAYED_TRIED] + known[:, BEGUN_TRIED]
-    shares = (known[:, STAYED] + known[:, BEGUN]) / np.maximum(tried, 1.0)
-    rows = [row for row in range(6) if tried[row] > 12]
-    assert {kinds[row] for row in rows} == {0, 1}
-    assert all((shares[row] > 0.6) == (kinds[row] == 0) for row in rows), "easy ones are right"
-
-
-@pytest.mark.parametrize("policy", ["fixed", "load_aware", "matched"])
-def test_requests_are_told_apart_where_the_policy_looks_at_it(policy: str) -> None:
-    served = ServedRounds(Load(4), SURE, RoundOptions(MAX_DRAFTS, policy), True)
-    read = RequestMix.lengths
-    with mock.patch.object(RequestMix, "lengths", autospec=True, side_effect=read) as lengths:
-        served.rate(20, 0)
-    assert lengths.called == (served.planner._requests is not None)
-
-
-def test_what_steps_take_is_learnt_by_rows() -> None:
-    load = Load(64, excess=0.2)
-    served = ServedRounds(load, SURE, BY_LOAD, is_timed=True)
-    served.rate(600, 0)
-    found = served.planner.policy._prices.excess.of_rounds(7)  # type: ignore[attr-defined]
-    assert found.at(1024) == pytest.approx(1.2, abs=0.04)
-    assert found.at(128) == pytest.approx(1.06, abs=0.05)
-    assert found.at(128) < found.at(256) < found.at(1024)
 
 
 # ------------------------------------------------------------ parts
@@ -297,65 +223,6 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
 def test_a_step_knows_its_prompts() -> None:
     assert round_of(batch_of([0, 0, 0])) == RoundCase(3)
     assert round_of(batch_of([100, 0, 20, 0])) == RoundCase(2, 0, 128)
-
-
-def hear(times: RoundTimes, batch: ScheduleBatch, plan: StepPlan, took_ms: float) -> None:
-    """A step takes so long, and the one after it is read."""
-    plan = replace(plan, expected=times.expected(batch, plan))
-    times.compare(StepRecord(rows=batch.rows, plan=plan, time=GivenTime(took_ms)))
-    times.compare(StepRecord(rows=batch.rows, plan=plan))
-
-
-def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
-    prices = rounds()
-    times = RoundTimes(prices, packs_in_graphs=True)
-    for prompts, given, following, factor in (
-        ([0] * 8, 3, 3, 1.5),
-        ([0] * 8, 3, 5, 9.0),  # drafts more than it verifies
-        ([128] * 8, 0, 3, 9.0),  # nobody decodes
-    ):
-        batch = batch_of(prompts)
-        counts = [0 if each else given for each in prompts]
-        plan = replace(plan_of_drafts(batch, counts), next_drafts=[following] * 8)
-        hear(times, batch, plan, factor * prices.cost(8, 3, 32).rows_ms)
-    assert prices.excess.of_rounds(3).at(32) > 1.1, "which one such round says of others"
-    others = prices.excess.of_rounds(5)
-    assert others.at(32) == pytest.approx(1.1)
-    assert others.at(2048) == pytest.approx(1.1)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"hidden_rows": [(0, 0)]},
-        {"logprobs": mock.Mock(prompt_rows=[(0, 0)])},
-        {"constraint": mock.Mock()},
-    ],
-)
-def test_steps_that_return_more_are_not_compared(asked: dict[str, Any]) -> None:
-    prices = rounds()
-    times = RoundTimes(prices, packs_in_graphs=True)
-    batch = replace(batch_of([128, 0, 0]), **asked)
-    plan = replace(plan_of_drafts(batch, [0, 3, 3]), next_drafts=[3] * 3)
-    hear(times, batch, plan, 1000.0)
-    assert prices.excess.of_rounds(3).at(128) == 1.0
-    hear(times, batch_of([128, 0, 0]), plan, 1000.0)
-    assert prices.excess.of_rounds(3).at(128) > 1.0
-
-
-def test_slots_behind_a_prompt_are_no_part_of_its_price() -> None:
-    """Those are reserved for draft steps."""
-    prices = rounds()
-    prices.target = replace(prices.target, prompt_kv_ms=Curve((1, 4096), (1.0, 1.0)))
-    times = RoundTimes(prices, packs_in_graphs=True)
-    batch = batch_of([128, 0])
-    behind = replace(
-        batch,
-        max_q_lens=[128 + 100, batch.max_q_lens[1]],
-        kv_len_upper_bounds=[128 + 100, batch.kv_len_upper_bounds[1]],
-    )
-    plan = replace(plan_of_drafts(batch, [0, 3]), next_drafts=[3, 3])
-    assert times.expected(batch, plan) == times.expected(behind, plan)
 
 
 def test_prices_that_are_remembered_are_bounded() -> None:

