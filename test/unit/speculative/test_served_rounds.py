@@ -58,7 +58,7 @@ def test_a_head_rests_where_drafts_do_not_pay_and_wakes_when_they_do(options: Ro
     assert num_rests > 200
     assert sum(count for tier, count in served.tiers.items() if tier) > 2, "it looks again"
     served.change_text(SURE)
-    served.rate(1, 500)
+    served.rate(1, 900)
     before = served.num_rests
     served.rate(1, 100)
     assert served.num_rests == before
