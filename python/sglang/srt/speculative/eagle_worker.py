@@ -105,7 +105,7 @@ class EagleDrafter:
             if step.plan.rests:
                 self._left_out.leave_out(step.inputs.slots)
                 return None
-            self._left_out.look_at_prefixes(step)
+            self._left_out.feed(step)
         return self.forward_draft_extend(step)
 
     def propose(self, step: ExtendedStep) -> None:
