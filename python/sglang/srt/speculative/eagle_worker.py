@@ -15,7 +15,7 @@ from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.registry import ATTENTION_BACKENDS, load
+from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
@@ -75,8 +75,7 @@ class EagleDrafter:
         steps = options.rounds.draft_steps
         # Of trees the head is fed the confirmed path alone, as a prompt.
         target = replace(target, capture=NO_CAPTURE, captures_trees=False)
-        backend = ATTENTION_BACKENDS.load(target.attention_backend).capabilities()
-        may_rest = options.rounds.policy.may_rest and backend.reads_kv_starts
+        may_rest = options.rounds.policy.may_rest and target.capabilities.reads_kv_starts
         return (replace(target, model=options.head, draft_steps=steps, may_rest=may_rest),)
 
     @classmethod

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.registry import ATTENTION_BACKENDS, load
+from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
 from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
@@ -55,8 +55,6 @@ class NgramDrafter:
 
     def __init__(self, parts: DrafterParts) -> None:
         options: NgramConfig = parts.options
-        if options.breadth > 1:
-            _check_trees(parts.runners.target.config.attention_backend)
         self._state = parts.state
         self._step_ops = parts.runners.target.step_ops
         self._step_width = options.rounds.step_width
@@ -205,18 +203,6 @@ class NgramDrafter:
 
 # SGLang's name of it. The target's pass and verification are no part: see `TpModelWorker`.
 NGRAMWorker = NgramDrafter
-
-
-def _check_trees(backend: str) -> None:
-    """
-    Raises:
-        ValueError: if the attention backend knows no trees.
-    """
-    if not ATTENTION_BACKENDS.load(backend).capabilities().tree_masks:
-        raise ValueError(
-            f"--speculative-ngram-max-bfs-breadth: --attention-backend {backend} knows no trees of"
-            " drafts; use 1, or another backend."
-        )
 
 
 def _counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:

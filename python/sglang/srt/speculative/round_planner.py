@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
@@ -57,7 +56,7 @@ class RoundPlanner:
         self.tile_spec: TileSpec | None = None
         self._times: RoundTimes | None = None
         policy_prices: RoundPrices | None = prices
-        packs_in_graphs = _packs_in_graphs(parts)
+        packs_in_graphs = parts.runners.target.config.capabilities.reads_q_starts
         if prices is not None and parts.clock is not None:
             self._times = RoundTimes(prices, parts.clock, packs_in_graphs)
         if options.tile_spec_cache is not None:
@@ -223,10 +222,3 @@ class _Launched(NamedTuple):
     round: _Round | None
     rows: list[int]
     num_drafts: list[int]
-
-
-def _packs_in_graphs(parts: DrafterParts) -> bool:
-    """Tells whether packed steps replay graphs."""
-    backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
-    reads_q_starts: bool = backend.capabilities().reads_q_starts
-    return reads_q_starts
