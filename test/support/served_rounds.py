@@ -258,7 +258,7 @@ def batch_of(
         max_q_lens=[each or 2 * MAX_DRAFTS for each in prompts],
         num_prompt_tokens=list(prompts),
         emits=[emits] * count,
-        kv_len_upper_bounds=[each or 2 * MAX_DRAFTS for each in prompts],
+        kv_lens_before=[0] * count,
         new_rows=[],
         table_writes=PageTableWrites(()),
         all_greedy=True,

@@ -346,11 +346,7 @@ def test_slots_behind_a_prompt_are_no_part_of_its_price() -> None:
     prices.target = replace(prices.target, prompt_kv_ms=Curve((1, 4096), (1.0, 1.0)))
     times = RoundTimes(prices, clock, packs_in_graphs=True)
     batch = batch_of([128, 0])
-    behind = replace(
-        batch,
-        max_q_lens=[128 + 100, batch.max_q_lens[1]],
-        kv_len_upper_bounds=[128 + 100, batch.kv_len_upper_bounds[1]],
-    )
+    behind = replace(batch, max_q_lens=[128 + 100, batch.max_q_lens[1]])
     plan = replace(plan_of_drafts(batch, [0, 3]), next_drafts=[3, 3])
     for each in (batch, behind):
         times.expect(each, plan, 3)

@@ -102,7 +102,7 @@ def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: 
     bounds = []
     for i in requests:
         most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted
-        bounds.append(batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + most_kept + 1)
+        bounds.append(batch.kv_lens_before[i] + most_kept + 1)
     assert max(bounds) + num_steps - 1 <= table.shape[1], "Slots are reserved past a row's end."
     rows, chosen = step.rows, None
     if len(requests) < len(batch.rows):

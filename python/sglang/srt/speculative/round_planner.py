@@ -173,9 +173,8 @@ class RoundPlanner:
         """Drafts that requests get for their next step, which is taken to have the requests that
         emit in this one, and as many prompts per new token as there were lately; 0 if no request
         emits, whatever tiers there are."""
-        bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
-        lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
-        emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
+        lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, batch.emits, strict=True)
+        emitting = [kv_len + num_prompt for kv_len, num_prompt, emits in lens if emits]
         num_reqs, kv_tokens = len(emitting), sum(emitting)
         if num_reqs == 0:
             self._next_round = _Round(self.policy.settled, 0)

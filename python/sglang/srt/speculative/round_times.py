@@ -51,14 +51,8 @@ class RoundTimes:
         num_prompt = sum(batch.num_prompt_tokens)
         num_verified = plan.counts.num_rows - num_prompt
         cost = rounds.cost(case.num_reqs, num_drafts, num_verified, case.prompt_rows)
-        lens = zip(
-            batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
-        )
-        chunks = [
-            PromptChunk(bound - reserved, num_prompt)
-            for bound, reserved, num_prompt in lens
-            if num_prompt
-        ]
+        lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, strict=True)
+        chunks = [PromptChunk(kv_len, num_prompt) for kv_len, num_prompt in lens if num_prompt]
         fed = [rounds.target] if plan.rests else [rounds.target, rounds.head.extend]
         prompts_ms = sum(prices.prompt_ms(chunk) for prices in fed for chunk in chunks)
         price_ms = cost.at(case.kv_tokens) + prompts_ms
