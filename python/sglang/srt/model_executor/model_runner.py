@@ -19,7 +19,6 @@ from sglang.srt.model_executor.draft_shapes import DraftShape, TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftTreePass
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
-from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
 from sglang.srt.model_executor.loaded_model import LoadedModel
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs, keys_of_draft_steps, plan_nothing
@@ -47,6 +46,22 @@ class ForwardResult:
     hidden: torch.Tensor
     used_graph: bool
     taps: torch.Tensor | None = None
+
+
+class _HostThreads:
+    """Torch threads by the size of a step: waking a second thread for each small operation costs
+    more than it computes."""
+
+    MIN_ROWS_PER_THREAD = 4
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        torch.set_num_threads(max_threads)
+
+    def use_for(self, num_rows: int) -> None:
+        wanted = max(1, min(self._max_threads, num_rows // self.MIN_ROWS_PER_THREAD))
+        if wanted != torch.get_num_threads():  # which a step of another runner may have changed
+            torch.set_num_threads(wanted)
 
 
 class ModelRunner:
@@ -82,7 +97,7 @@ class ModelRunner:
             load(self.operations.layers)(self.device), attention, self.kv_pool
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
-        self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
+        self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None
         self.max_prompt_rows = config.max_prompt_rows
         self._config = config
         self._graphs: RunnerGraphs | None = None

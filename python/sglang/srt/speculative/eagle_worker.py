@@ -17,9 +17,13 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
-from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
+from sglang.srt.speculative.draft_steps import (
+    DraftSteps,
+    next_tokens,
+    plan_draft_steps,
+    rows_of_requests,
+)
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
 from sglang.srt.speculative.drafter_configs import EagleConfig
 from sglang.srt.speculative.drafter_options import DrafterNeeds
