@@ -27,7 +27,7 @@ class ScheduledTier:
         turns: the tiers of the steps to come, again and again; set from outside.
     """
 
-    needs_prices = reads_lengths = may_rest = rests = False
+    needs_prices = reads_lengths = reads_matches = may_rest = rests = False
     turns: ClassVar[Sequence[int]] = (TIERS[-1],)
 
     @staticmethod

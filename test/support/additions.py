@@ -116,17 +116,19 @@ DRAFTER = '''"""Drafts that repeat the certain token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
-    ComputedStep,
+    Drafter,
     DrafterParts,
     ExtendedStep,
-    RowPlan,
+    PlannedDrafter,
     plan_of_drafts,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
@@ -139,11 +141,37 @@ class RepeatConfig:
     num_drafts: int
 
 
-class RepeatDrafter:
-    def __init__(self, parts: DrafterParts) -> None:
-        self._options: RepeatConfig = parts.options
-        self._state, self._ops = parts.state, parts.runners.target.step_ops
+class RepeatPlanner:
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
         self._have_drafts = set[int]()  # rows
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        num_rows = 1 + self._num_drafts
+        return StepWidth(num_rows, 0, num_rows)
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        self._have_drafts -= {new.row for new in new_rows}
+
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        fed = zip(batch.rows, batch.num_prompt_tokens, strict=True)
+        counts = [
+            self._num_drafts if row in self._have_drafts and not num_prompt else 0
+            for row, num_prompt in fed
+        ]
+        self._have_drafts |= {
+            row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits
+        }
+        return plan_of_drafts(batch, counts)
+
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """Learns nothing."""
+
+
+class RepeatDrafter(Drafter):
+    def __init__(self, parts: DrafterParts) -> None:
+        self._num_drafts: int = parts.options.num_drafts
+        self._state, self._ops = parts.state, parts.runners.target.step_ops
 
     @staticmethod
     def needs(options: RepeatConfig) -> DrafterNeeds:
@@ -154,39 +182,15 @@ class RepeatDrafter:
         return ()
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> RepeatDrafter:
-        return cls(parts)
-
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        num_rows = 1 + self._options.num_drafts
-        return StepWidth(num_rows, 0, num_rows)
-
-    def admit(self, new_rows: list[NewRow]) -> None:
-        self._have_drafts -= {new.row for new in new_rows}
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        fed = zip(batch.rows, batch.num_prompt_tokens, strict=True)
-        counts = [
-            self._options.num_drafts if row in self._have_drafts and not num_prompt else 0
-            for row, num_prompt in fed
-        ]
-        self._have_drafts |= {
-            row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits
-        }
-        return plan_of_drafts(batch, counts)
-
-    def extend(self, step: ComputedStep) -> torch.Tensor | None:
-        return None
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        return PlannedDrafter(RepeatPlanner(parts.options.num_drafts), cls(parts))
 
     def propose(self, step: ExtendedStep) -> None:
         emits = torch.tensor(step.batch.emits, device=step.rows.device)
         certain = self._state.pending(step.rows)[:, :1]
-        drafts = certain.expand(-1, self._options.num_drafts).contiguous()
-        counts = torch.where(emits, self._options.num_drafts, 0)
+        drafts = certain.expand(-1, self._num_drafts).contiguous()
+        counts = torch.where(emits, self._num_drafts, 0)
         self._ops.write_drafts(self._state, step.rows, drafts, counts)
-
-    def observe(self, result: HostResult) -> None:
-        """Learns nothing."""
 '''
 
 MODEL = '''"""A family of our own: Llama with normalized queries and keys."""

@@ -44,9 +44,10 @@ MAY_IMPORT = {
     "weight_sync": "model_loader models mem_cache base",
     "utils": "weight_sync base",
     "model_executor": "step weight_sync model_loader models layers mem_cache base",
-    "speculative": "model_executor models step layers mem_cache base",
-    "workers": "speculative model_executor step layers mem_cache base",
-    "mtp": "workers speculative model_executor step layers mem_cache base",
+    "lookahead": "step layers mem_cache base",
+    "speculative": "lookahead model_executor models step layers mem_cache base",
+    "workers": "lookahead speculative model_executor step layers mem_cache base",
+    "mtp": "lookahead workers speculative model_executor step layers mem_cache base",
     "parser": "base",
     "constrained": "base",
     "function_call": "parser base",
@@ -56,11 +57,12 @@ MAY_IMPORT = {
     "control": "scheduling frontend messages utils weight_sync base",
     "managers": "control scheduling frontend messages constrained utils step mem_cache base",
     "processes": "managers control scheduling frontend messages constrained"
-    " mtp workers speculative model_executor step weight_sync mem_cache base",
+    " mtp workers speculative lookahead model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend function_call parser messages constrained"
     " utils"
     " model_executor base",
 }
+STEP_ROOMS = ("lookahead", "speculative", "mtp", "step", "workers")  # keep no steps in flight
 SERVER_ARGS_READERS = re.compile(
     rf"{PACKAGE}/(__init__|launch_server|check_env|bench_\w+|srt/(entrypoints|processes)/.+)\.py"
 )
@@ -238,6 +240,23 @@ def check_docstrings(path: str, source: str) -> list[Finding]:
     return _counted(path, hits())
 
 
+def check_queues(path: str, source: str) -> list[Finding]:
+    """Finds queues: whoever keeps steps until they are read has one."""
+
+    def hits() -> Iterator[tuple[int, str]]:
+        for node in _nodes(source):
+            match node:
+                case ast.ImportFrom(module="collections" | "queue", names=names):
+                    queues = ("deque", "Queue", "SimpleQueue")
+                    yield from ((node.lineno, each.name) for each in names if each.name in queues)
+                case ast.Attribute(attr="deque" | "popleft" as name):
+                    yield node.lineno, name
+                case ast.Call(func=ast.Attribute(attr="pop"), args=[ast.Constant(0)]):
+                    yield node.lineno, "pop(0)"
+
+    return _counted(path, hits())
+
+
 def module_name(path: str) -> str:
     dotted = path.removeprefix("python/").removesuffix(".py").replace("/", ".")
     return dotted.removesuffix(".__init__")
@@ -338,6 +357,12 @@ RULES = {
     ),
     "layer": Rule(
         check_layers, (PACKAGE,), "0", "import downwards only: pass the thing in or move it down"
+    ),
+    "queue": Rule(
+        check_queues,
+        tuple(f"{PACKAGE}/srt/{room}" for room in STEP_ROOMS),
+        "0",
+        "put what is to be learnt of a launched step into its `StepRecord`",
     ),
     "server args": Rule(
         check_server_args_readers,

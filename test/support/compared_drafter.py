@@ -32,6 +32,7 @@ from eagle_models import (
 )
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
@@ -41,7 +42,7 @@ from sglang.srt.speculative.draft_steps import DraftSteps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_worker import EagleDrafter
-from sglang.srt.step.worker import NewRow
+from sglang.srt.step.worker import ScheduleBatch
 from utils import Setup, make_execution
 
 NUM_STEPS, TOLERANCE = 3, 2e-3
@@ -71,9 +72,9 @@ class ComparedDrafter(EagleDrafter):
     def _note(self, batch: ForwardBatch) -> None:
         self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
 
-    def admit(self, new_rows: list[NewRow]) -> None:
-        super().admit(new_rows)
-        self._num_cached.update((new.row, new.num_committed) for new in new_rows)
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        super().prepare(batch, plan)
+        self._num_cached.update((new.row, new.num_committed) for new in batch.new_rows)
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
         drafts = super().draft(steps, hidden)

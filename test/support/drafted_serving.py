@@ -43,6 +43,7 @@ class Drafted(SchedulerHarness):
         worker = make_worker(group, drafter, checks_kv=checks_kv, **worker_options)
         assert isinstance(worker, TpModelWorker)
         self.drafter: Any = worker._drafter
+        self.planner: Any = worker._planner
         super().__init__(setup, worker, resources=make_resources(group))
 
     def send(self, kind: type, **fields: Any) -> None:

@@ -22,7 +22,7 @@ class JumpingTier:
         may_lack: requests may be given fewer drafts than the tier says.
     """
 
-    needs_prices = reads_lengths = may_rest = False
+    needs_prices = reads_lengths = reads_matches = may_rest = False
     rests = False
 
     @staticmethod

@@ -4,18 +4,21 @@ trees of many shapes. It reads the token table on the device and waits for nothi
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from sglang.srt.device_copies import to_device
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
     ComputedStep,
+    Drafter,
     DrafterParts,
     ExtendedStep,
-    RowPlan,
+    PlannedDrafter,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
@@ -105,7 +108,7 @@ def draw_shape(chooser: random.Random, options: NgramOptions) -> TreeShape:
     return TreeShape(parents[:count], depths[1 : count + 1], branches[:count])
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes for most requests in most steps, and for some nothing."""
 
     def __init__(self, options: NgramOptions, state: RequestRows) -> None:
@@ -128,8 +131,9 @@ class NgramDrafter:
         return ()
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> NgramDrafter:
-        return cls(parts.options, parts.state)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        made = cls(parts.options, parts.state)
+        return PlannedDrafter(made, made)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         return StepWidth(self.needs(self._options).max_rows, 0, self._options.max_accepted)
@@ -137,20 +141,20 @@ class NgramDrafter:
     def admit(self, new_rows: list[NewRow]) -> None:
         self._may_have_drafts -= {new.row for new in new_rows}
 
-    def observe(self, result: HostResult) -> None:
+    def observe(self, record: StepRecord, result: HostResult) -> None:
         """Learns nothing."""
 
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         options = self._options
         max_drafts = self.needs(options).max_rows - 1
         if options.is_fickle:
             if self._may_have_drafts.isdisjoint(batch.rows):
-                return RowPlan(StepCounts.plain(batch))
+                return StepPlan(counts=StepCounts.plain(batch))
             max_drafts = self._random.choice([0, 1, 3, max_drafts])
         plan = verifying_plan(batch, max_drafts, options.max_accepted)
         return self._packed(batch, plan) if options.packs and not plan.is_plain else plan
 
-    def _packed(self, batch: ScheduleBatch, plan: RowPlan) -> RowPlan:
+    def _packed(self, batch: ScheduleBatch, plan: StepPlan) -> StepPlan:
         """Any number of rows from one per request on is divided."""
         counts = plan.counts
         parts = list(zip(batch.num_prompt_tokens, counts.q_lens, counts.num_read, strict=True))

@@ -3,14 +3,22 @@ waits for the device wherever that is simple."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    Drafter,
+    DrafterParts,
+    ExtendedStep,
+    PlannedDrafter,
+)
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.step_sizes import StepWidth
@@ -44,7 +52,7 @@ class OwnModelOptions:
         return self.has_trees and self.token_shift == 0
 
 
-class OwnModelDrafter:
+class OwnModelDrafter(Drafter):
     """Feeds its model what the target kept and the certain token, then drafts of the round."""
 
     def __init__(self, parts: DrafterParts) -> None:
@@ -67,8 +75,9 @@ class OwnModelDrafter:
         return (options.model,)
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> OwnModelDrafter:
-        return cls(parts)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        made = cls(parts)
+        return PlannedDrafter(made, made)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """Slots for the step's rows, and for drafts behind all that it may keep."""
@@ -76,10 +85,10 @@ class OwnModelDrafter:
 
     def admit(self, new_rows: list[NewRow]) -> None: ...
 
-    def observe(self, result: HostResult) -> None:
+    def observe(self, record: StepRecord, result: HostResult) -> None:
         self.num_confirmed += sum(max(0, int(count) - 1) for count in result.accept_lens)
 
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         emits, width = [int(flag) for flag in batch.emits], 1 + NUM_DRAFTS
         prompts = list(zip(emits, batch.num_prompt_tokens, strict=True))
         counts = StepCounts(
@@ -89,7 +98,7 @@ class OwnModelDrafter:
             emits_only_confirmed=[True] * len(emits),
             is_plain=all(batch.num_prompt_tokens),
         )
-        return RowPlan(counts, max_pending=width, max_accepted=width)
+        return StepPlan(counts=counts, max_pending=width, max_accepted=width)
 
     def extend(self, step: ComputedStep) -> torch.Tensor:
         """[R, 2] int64; the second best and the best token behind each certain one."""

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from draft_heads import EAGLE3
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT, eagle_config_for
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
@@ -100,7 +101,7 @@ class Served:
         graphs: RoundGraphs = worker._rounds
         return graphs
 
-    def verify(self, batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+    def verify(self, batch: ScheduleBatch, plan: StepPlan) -> VerifiedStep | None:
         """Notes what `RoundGraphs.verify` does."""
         found = self._verify(batch, plan)
         self.num_rests += plan.rests

@@ -6,7 +6,7 @@ one row of each request at a time. With the target's weights it is right whereve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from sglang.srt.layers.forward_options import NO_CAPTURE
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import DRAFTERS
@@ -22,9 +23,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import drafts_of_requests, plan_draft_steps
 from sglang.srt.speculative.drafter import (
     ComputedStep,
+    Drafter,
     DrafterParts,
     ExtendedStep,
-    RowPlan,
+    PlannedDrafter,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
@@ -51,7 +53,7 @@ def registered(kind: type[SecondModelDrafter] | None = None) -> Iterator[None]:
         yield
 
 
-class SecondModelDrafter:
+class SecondModelDrafter(Drafter):
     """Each request always proposes `num_drafts` tokens."""
 
     def __init__(self, options: SecondModel, parts: DrafterParts) -> None:
@@ -76,8 +78,9 @@ class SecondModelDrafter:
         return (replace(target, model=model, capture=NO_CAPTURE),)
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> SecondModelDrafter:
-        return cls(parts.options, parts)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        made = cls(parts.options, parts)
+        return PlannedDrafter(made, made)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         count = self._num_drafts
@@ -85,9 +88,9 @@ class SecondModelDrafter:
 
     def admit(self, new_rows: list[NewRow]) -> None: ...
 
-    def observe(self, result: HostResult) -> None: ...
+    def observe(self, record: StepRecord, result: HostResult) -> None: ...
 
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         count = self._num_drafts
         plan = verifying_plan(batch, count, 1 + count)
         next_drafts = drafts_of_requests(batch, plan.max_accepted, count, count)

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import DrafterParts
+from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
-from sglang.srt.step.step_clock import StepClock
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text
 
@@ -68,28 +70,31 @@ class Load:
     loss_of: Mapping[int, float] = field(default_factory=dict)
 
 
-@dataclass
-class GivenClock(StepClock):
-    """Steps take what they are said to take."""
+@dataclass(frozen=True)
+class GivenTime:
+    """A step takes what it is said to take."""
 
-    unread: list[float] = field(default_factory=list)
-
-    def begin(self) -> None: ...
+    ms: float
 
     def end(self) -> None: ...
 
-    def ended(self) -> list[float]:
-        found, self.unread = self.unread, []
-        return found
+    def took_ms(self) -> float:
+        return self.ms
 
 
-def parts_of(confidence: torch.Tensor, clock: StepClock | None) -> DrafterParts:
+class SomeLeftOut(LeftOutRows):
+    """Some tokens of every request were left out."""
+
+    def lacks_tokens(self, rows: Sequence[int]) -> bool:
+        return True
+
+
+def parts_of(num_rows: int, is_timed: bool) -> DrafterParts:
     """What a `RoundPlanner` looks at."""
     target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
-    memory = SimpleNamespace(table=SimpleNamespace(num_rows=len(confidence)))
-    state = SimpleNamespace(confidence=SimpleNamespace(drafts=confidence))
+    memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))
     runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
-    return DrafterParts(None, runners, cast(Any, state), clock=clock)
+    return DrafterParts(None, runners, cast(Any, None), is_timed=is_timed)
 
 
 class ServedRounds:
@@ -118,13 +123,11 @@ class ServedRounds:
         self.change_text(text)
         self._kinds = [number % len(self._texts) for number in range(load.num_clients)]
         self._luck, self._rng = random.Random(3), np.random.default_rng(3)
-        self._clock = GivenClock()
         self._true, self._without_head = rounds(), rounds(can_rest=True)
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
-        parts = parts_of(self._confidence, self._clock if is_timed else None)
-        lacks_tokens = (lambda rows: True) if can_rest else None
-        self.planner = RoundPlanner(options, parts, rounds(can_rest), lacks_tokens)
+        left_out = SomeLeftOut() if can_rest else None
+        self.planner = RoundPlanner(options, parts_of(count, is_timed), rounds(can_rest), left_out)
         self.planner.admit([new_row(row, load.new_tokens) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count
@@ -148,11 +151,15 @@ class ServedRounds:
             if result is not None:
                 unread.append(result)
             if len(unread) > (result is not None):
-                self.planner.observe(unread.popleft())
+                self._observe(unread.popleft())
             if number >= 0:
                 num_tokens += num_given
                 ms += took_ms
         return num_tokens / ms
+
+    def _observe(self, result: HostResult) -> None:
+        assert isinstance(result.record, StepRecord)
+        self.planner.observe(result.record, result)
 
     def _step(self) -> tuple[float, HostResult | None, int]:
         """What it took, what is read of it, and how many tokens it gave: a request has none beyond
@@ -172,7 +179,6 @@ class ServedRounds:
             self._num_right(chances[:count]) for chances, count in zip(told[rows], fed, strict=True)
         ]
         took_ms = self._true_ms(plan, prompts, sum(fed))
-        self._clock.unread.append(took_ms)
         self.tiers[max(plan.next_drafts)] += 1
         self.num_verified += sum(fed)
         taken = [1 + count for count in right]
@@ -184,7 +190,15 @@ class ServedRounds:
             self._left[row] -= count
             self._steps_away[row] = 2 * is_sure_to_end
         drafts = fed if any(fed) else []
-        return took_ms, HostResult([[]] * len(fed), taken, taken, num_drafts=drafts), num_given
+        record = StepRecord(
+            rows=rows,
+            plan=plan,
+            lens=HostCopy([torch.zeros(len(self._left), dtype=torch.int64)]),
+            scores=HostCopy([self._confidence.clone()]) if plan.wants_scores else None,
+            time=GivenTime(took_ms),
+        )
+        result = HostResult([[]] * len(fed), taken, taken, num_drafts=drafts, record=record)
+        return took_ms, result, num_given
 
     def _let_in(self) -> None:
         """Clients whose answer has been read send their next request."""
@@ -203,7 +217,7 @@ class ServedRounds:
 
     def _fed(
         self,
-        plan: RowPlan,
+        plan: StepPlan,
         prompts: Sequence[int],
         num_drafts: Sequence[int],
         told: NDArray[np.float64],
@@ -227,7 +241,7 @@ class ServedRounds:
             len(chances),
         )
 
-    def _true_ms(self, plan: RowPlan, prompts: Sequence[int], num_fed: int) -> float:
+    def _true_ms(self, plan: StepPlan, prompts: Sequence[int], num_fed: int) -> float:
         """What was measured, of this very step, and more the wider it is."""
         num_decodes, prompt_rows = prompts.count(0), sum(prompts)
         num_reqs = max(num_decodes, 1)

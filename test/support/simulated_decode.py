@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.length_policy import LengthPolicy
-from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import Curve, PriceTable
 
 MAX_K = 8
@@ -64,7 +65,7 @@ class _Launched:
     """A step: each emitting request with the tokens that it could accept, and those that it did."""
 
     outcomes: list[tuple[_Request, int, int]]
-    limit: int
+    budget: Budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Fixed:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(self.limit)
 
-    def observe(self, accepted: list[Accepted], tier: int) -> None: ...
+    def observe(self, accepted: list[Accepted], budget: Budget) -> None: ...
 
 
 class Simulation:
@@ -181,15 +182,16 @@ class Simulation:
             prompt_reqs=num_reading,
             num_ended=self._num_ended,
         )
-        limit, self._num_ended = 1, 0
+        budget, self._num_ended = Budget(1), 0
         if emitting:
-            limit = self._policy.choose(upcoming).limit
-            self.limits[limit] += 1
+            budget = self._policy.choose(upcoming)
+            self.limits[budget.limit] += 1
+        limit = budget.limit
         cost_ms = self._prices.price_ms(upcoming.current_shape(limit))
         looks_ahead = limit > 1 or any(pending > 1 for _, pending in emitting)
         self.now_ms += cost_ms * (1 + self._surcharge * looks_ahead)
         outcomes = [(request, *self._accept(request, limit)) for request, _ in emitting]
-        return _Launched(outcomes, limit)
+        return _Launched(outcomes, budget)
 
     def _accept(self, request: _Request, limit: int) -> tuple[int, int]:
         """Tokens that could be accepted, and those that were."""
@@ -218,7 +220,7 @@ class Simulation:
                 self._arrive()
         if outcomes:
             found = [Accepted(self._kind, True, tried, taken) for _, tried, taken in outcomes]
-            self._policy.observe(found, step.limit)
+            self._policy.observe(found, step.budget)
 
 
 @functools.cache

@@ -27,13 +27,14 @@ from jumping_tier import JUMPING, RESTING
 from ngram_serving import ngram_config
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 from storm_control import Weights
@@ -234,7 +235,7 @@ class RandomLengths:
         most = upcoming.cuttable_rows(limit)
         return Budget(limit, self._random.choice([None, self._random.randint(0, most + 1)]))
 
-    def observe(self, accepted: Sequence[Accepted], tier: int) -> None: ...
+    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None: ...
 
 
 class LateResult(GenerationBatchResult):

@@ -232,7 +232,7 @@ def check_storm(place: Place, least_switches: int) -> None:
 
     def memory() -> tuple[int, ...]:
         """Behind a last step that is always the same."""
-        with resting(harness.drafter.planner.policy):
+        with resting(harness.planner.policy):
             harness.serve(one)
         return place.memory()
 

@@ -11,6 +11,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.request_mix import RequestMix
@@ -84,25 +86,25 @@ class Decode:
         self._rng = np.random.default_rng(7)
         self._num_reqs, self._text = num_reqs, text
         self._confidence = torch.full((num_reqs, MAX_DRAFTS), 0.7)
-        self._tile_spec = TileSpec(RoundTables(ROUNDS, packs_in_graphs=True), self._confidence)
+        self._tile_spec = TileSpec(RoundTables(ROUNDS, packs_in_graphs=True))
         prices = CutRounds(ROUNDS, self._tile_spec)
         self._policy = LoadAwareTier(TierParts(TierOptions(MAX_DRAFTS), prices))
         self._mix = RequestMix(num_reqs)
 
     def rate(self, num_rounds: int, num_before: int = 100) -> float:
         """Tokens per millisecond after some rounds."""
-        unread = deque[tuple[HostResult, int]]()
+        unread = deque[tuple[StepRecord, HostResult, int]]()
         num_tokens, ms, rows = 0, 0.0, range(self._num_reqs)
         upcoming = UpcomingRound(self._num_reqs, lengths=partial(self._mix.lengths, rows))
         tier, settled = self._policy.choose(upcoming), self._policy.settled
         for number in range(-num_before, num_rounds):
             told = self._text.confidences(self._rng, self._num_reqs)
             self._confidence.copy_(torch.from_numpy(told))
-            fed = self._fed(told, tier)
+            record, fed = self._fed(told, tier)
             right = self._rng.random(told.shape) < told**self._text.power
             taken = [1 + int(right[i, :count].cumprod().sum()) for i, count in enumerate(fed)]
             result = HostResult([[]] * len(taken), taken, taken, num_drafts=fed if tier else [])
-            unread.append((result, settled))
+            unread.append((record, result, settled))
             verified = tier
             tier, settled = self._policy.choose(upcoming), self._policy.settled
             if number >= 0:
@@ -112,20 +114,28 @@ class Decode:
                 self._read(*unread.popleft())
         return num_tokens / ms
 
-    def _fed(self, told: np.ndarray, tier: int) -> list[int]:
-        """Drafts of each request that are verified: the likeliest, as many as `TileSpec` says."""
+    def _fed(self, told: np.ndarray, tier: int) -> tuple[StepRecord, list[int]]:
+        """A step, and the drafts of each request that it verifies: the likeliest, as many as
+        `TileSpec` says."""
         counts = [tier] * self._num_reqs
         batch = batch_of(counts)
-        plan = self._tile_spec.cut(batch, counts, plan_of_drafts(batch, counts))
+        plan = self._tile_spec.cut(batch, plan_of_drafts(batch, counts))
         values = np.cumprod(told[:, :tier], axis=1)
         kept = np.argsort(-values, axis=None, kind="stable")[: plan.counts.num_rows - len(counts)]
-        return np.bincount(kept // max(tier, 1), minlength=self._num_reqs).tolist()
+        fed = np.bincount(kept // max(tier, 1), minlength=self._num_reqs).tolist()
+        return record_of(batch, plan, self._confidence), fed
 
-    def _read(self, result: HostResult, settled: int) -> None:
-        verified = self._tile_spec.observe(result)
+    def _read(self, record: StepRecord, result: HostResult, settled: int) -> None:
+        verified = self._tile_spec.observe(record, result)
         counts, right = zip(*verified or [(0, 0)] * self._num_reqs, strict=True)
         self._mix.observe(range(self._num_reqs), counts, right, result.accept_lens)
         self._policy.observe(RoundOutcome(settled, self._num_reqs, verified))
+
+
+def record_of(batch: ScheduleBatch, plan: StepPlan, confidence: torch.Tensor) -> StepRecord:
+    """The record of a step before which the device had these confidences."""
+    scores = HostCopy([confidence.clone()]) if plan.wants_scores else None
+    return StepRecord(rows=batch.rows, plan=plan, scores=scores)
 
 
 def round_ms(num_reqs: int, tier: int, num_fed: int, next_tier: int) -> float:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.speculative import draft_prices
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.tile_spec.budget import TileSpec
@@ -57,7 +58,7 @@ class RandomBudgets:
         self._generator = torch.Generator().manual_seed(seed)
         self.outcomes = Counter[tuple[int, int]]()  # drafts that requests had, and how many right
 
-    def num_verified(self, num_drafts: list[int]) -> int:
+    def num_verified(self, num_drafts: Sequence[int]) -> int:
         most = sum(num_drafts)
         return self._random.choice([0, most, *(self._random.randint(0, most) for _ in range(4))])
 
@@ -73,8 +74,10 @@ class RandomBudgets:
         """While this lasts."""
         observe = TileSpec.observe
 
-        def noted(tile_spec: TileSpec, result: HostResult) -> list[tuple[int, int]]:
-            found = observe(tile_spec, result)
+        def noted(
+            tile_spec: TileSpec, record: StepRecord, result: HostResult
+        ) -> list[tuple[int, int]]:
+            found = observe(tile_spec, record, result)
             self.outcomes.update(found)
             return found
 

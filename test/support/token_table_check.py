@@ -129,7 +129,7 @@ class TokenTableCheck:
             trees = _Trees(*(values.cpu().clone() for values in shape))
         return _Rows(rows, self._state.tokens.cpu().clone(), numbers, trees, num_drafts)
 
-    def on_step_read(self, requests: Sequence[RequestStep]) -> None:
+    def on_step_read(self, requests: Sequence[RequestStep], result: HostResult) -> None:
         """Checks the rows of a step that has just been read."""
         assert self.lifecycle is not None
         reqs = {req.req_id: req for req in (*self.lifecycle.running, *self.lifecycle._ending)}

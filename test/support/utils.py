@@ -15,6 +15,7 @@ import torch
 from fake_weights import FakeWeights
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.managers.scheduler import (
     NO_DEBUG,
     Scheduler,
@@ -39,15 +40,16 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.mask_drafter import MaskDrafter, MTPConfig
+from sglang.srt.mtp.mask_drafter import MaskDrafter, MaskPlanner, MTPConfig
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import DEFAULT_OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
+from sglang.srt.speculative.drafter import PlannedDrafter
 from sglang.srt.speculative.length_policy import FullLength, LengthPolicy
-from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
+from sglang.srt.speculative.upcoming_step import UpcomingStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
@@ -438,6 +440,7 @@ def make_mtp_worker(
     max_masks = MaskDrafter.needs(settings).max_masks
     state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size, max_masks=max_masks)
     masks = load(runner.operations.masks)
-    drafter = MaskDrafter(state, settings, policy or FullLength(), masks)
+    planner = MaskPlanner(settings, policy or FullLength(), state.num_rows)
+    planned = PlannedDrafter(planner, MaskDrafter(state, settings, masks))
     on_step = None if trace is None else trace.launched
-    return TpModelWorker(runner, state, (mask_token_id,), drafter, on_step)
+    return TpModelWorker(runner, state, (mask_token_id,), planned, on_step)

@@ -14,10 +14,11 @@ import torch
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import eagle_config_for
 from round_serving import On
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.tile_spec import budget
 from sglang.srt.speculative.tile_spec.budget import TileSpec
@@ -57,11 +58,10 @@ def all_rows_packed() -> Iterator[None]:
     def packed(
         tile_spec: TileSpec,
         batch: ScheduleBatch,
-        num_drafts: list[int],
-        plan: RowPlan,
+        plan: StepPlan,
         is_probe: bool,
-    ) -> RowPlan:
-        found = cut(tile_spec, batch, num_drafts, plan, is_probe)
+    ) -> StepPlan:
+        found = cut(tile_spec, batch, plan, is_probe)
         assert found.counts.packed is None, "Rows cost nothing, so none is cut."
         return found if found.is_plain else budget._packed(found, 0)
 

@@ -132,6 +132,12 @@ BAD_SOURCES = {
         (f"{SRT}/sampling/sampling_params.py", "from sglang.srt import layers"),
         (f"{SRT}/managers/scheduler.py", "def f():\n    from sglang import Engine"),
     ],
+    "queue": [
+        (f"{SRT}/mtp/a.py", "from collections import Counter, deque"),
+        (f"{SRT}/mtp/a.py", "import collections\nunread = collections.deque()"),
+        (f"{SRT}/mtp/a.py", "step = unread.popleft()"),
+        (f"{SRT}/mtp/a.py", "step = unread.pop(0)"),
+    ],
     "server args": [
         (f"{SRT}/managers/scheduler.py", "from sglang.srt.server_args import ServerArgs"),
         (f"{SRT}/platform.py", "from . import server_args"),

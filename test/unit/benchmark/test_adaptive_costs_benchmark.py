@@ -49,7 +49,7 @@ class MadeUp:
 class RecordingPolicy:
     """Always two drafts; keeps what it is told."""
 
-    needs_prices = reads_lengths = may_rest = rests = False
+    needs_prices = reads_lengths = reads_matches = may_rest = rests = False
     settled = 2
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def test_a_real_worker_is_measured_at_the_tiers_that_were_set(
 
     def noting(self: Measured, step: Any, turns: tuple[int, ...], num_steps: int) -> float:
         found = median_us(self, step, turns, num_steps)
-        policy = self.worker.worker._drafter.planner.policy  # type: ignore[attr-defined]
+        policy = self.worker.worker._planner.policy  # type: ignore[attr-defined]
         seen.append((turns, {policy.settled}))
         assert len(self.worker.launch_ns) == num_steps
         return found

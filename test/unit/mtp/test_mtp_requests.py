@@ -16,11 +16,12 @@ import torch
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import TOO_MANY_KEPT, LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.length_policy import FullLength
-from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import (
@@ -428,7 +429,7 @@ class Cycling:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(next(self._limits))
 
-    def observe(self, accepted: Sequence[Accepted], tier: int) -> None: ...
+    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None: ...
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mtp.mask_drafter import MaskDrafter, MTPConfig
-from sglang.srt.mtp.mask_ops import TorchMaskOps
+from sglang.srt.mtp.mask_drafter import MaskPlanner, MTPConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import RowPlan
 from sglang.srt.speculative.length_policy import FullLength
-from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
-from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.speculative.upcoming_step import UpcomingStep
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 MAX_K = 4
@@ -35,13 +32,12 @@ class Limits(FullLength):
         return Budget(self._limits.pop(0))
 
 
-def plans(params: SamplingParams, limits: list[int]) -> list[RowPlan]:
+def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     """Gives plans of steps of the same requests, without their tiers."""
-    state = RequestRows(ReqToTokenPool(len(PROMPTS), 64, "cpu"), MAX_K, vocab_size=100)
     config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
-    drafter = MaskDrafter(state, config, Limits(*limits), TorchMaskOps)
+    planner = MaskPlanner(config, Limits(*limits), len(PROMPTS))
     rows, tokens = list(range(len(PROMPTS))), np.arange(5, dtype=np.int32)
-    drafter.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
+    planner.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
     batch = ScheduleBatch(
         rows=rows,
         max_q_lens=[20] * len(rows),
@@ -52,7 +48,7 @@ def plans(params: SamplingParams, limits: list[int]) -> list[RowPlan]:
         table_writes=PageTableWrites(),
         all_greedy=True,
     )
-    return [replace(drafter.plan(batch), tier=0) for _ in limits]
+    return [replace(planner.plan(batch), tier=0, budget=None) for _ in limits]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["unverified", "verified"])

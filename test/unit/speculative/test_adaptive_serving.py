@@ -138,7 +138,7 @@ class Storm:
 
     def run_last(self) -> None:
         """A step that is always the same, so that what is kept of the last one is too."""
-        with resting(self.harness.drafter.planner.policy):
+        with resting(self.harness.planner.policy):
             number = self.harness.submit([1, 2, 3], max_new_tokens=1, temperature=0.0)
             self.harness.run()
         assert len(self.harness.outputs.pop(number).token_ids) == 1

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_steps import DraftSteps, drafts_of_requests, plan_draft_steps
-from sglang.srt.speculative.drafter import ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 from verifying_plan import verifying_plan
@@ -37,7 +38,7 @@ def batch_of(*requests: tuple[int, int, int, bool]) -> ScheduleBatch:
     )
 
 
-def plan_of(batch: ScheduleBatch, num_steps: int = NUM_DRAFTS) -> RowPlan:
+def plan_of(batch: ScheduleBatch, num_steps: int = NUM_DRAFTS) -> StepPlan:
     plan = verifying_plan(batch, NUM_DRAFTS, MAX_KEPT)
     next_drafts = drafts_of_requests(batch, plan.max_accepted, num_steps, NUM_DRAFTS)
     return replace(plan, next_drafts=next_drafts)

@@ -16,11 +16,12 @@ from eagle_models import CONTEXT, eagle_config_for, write_models
 from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import copied
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.worker import ScheduleBatch
@@ -143,7 +144,7 @@ def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
     budgets, replayed, rounds = RandomBudgets(3), list[bool](), list[bool]()
     verify = RoundGraphs.verify
 
-    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: StepPlan) -> VerifiedStep | None:
         taken = verify(graphs, batch, plan)
         rounds.append(taken is not None)
         return None if taken is None else copied(taken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ import torch
 
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.worker_factory import make_worker
@@ -22,9 +23,10 @@ from sglang.srt.registry import DRAFTERS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
     ComputedStep,
+    Drafter,
     DrafterParts,
     ExtendedStep,
-    RowPlan,
+    PlannedDrafter,
 )
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
@@ -52,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield made
 
 
-class ProbingDrafter:
+class ProbingDrafter(Drafter):
     """Guesses, and compares all that it is given with transformers.
 
     Attributes:
@@ -74,17 +76,18 @@ class ProbingDrafter:
         return ()
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> ProbingDrafter:
-        return cls(parts)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        made = cls(parts)
+        return PlannedDrafter(made, made)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         return StepWidth(1 + NUM_DRAFTS, 0, 1 + NUM_DRAFTS)
 
     def admit(self, new_rows: list[NewRow]) -> None: ...
 
-    def observe(self, result: HostResult) -> None: ...
+    def observe(self, record: StepRecord, result: HostResult) -> None: ...
 
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         return verifying_plan(batch, NUM_DRAFTS, 1 + NUM_DRAFTS)
 
     def extend(self, step: ComputedStep) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.mtp.mask_drafter import MTPConfig
@@ -26,7 +27,7 @@ from sglang.srt.speculative.length_policy import (
     LengthPolicy,
     LoadAwareLength,
 )
-from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, no_graphs
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
@@ -73,9 +74,10 @@ def settle(
     """Has every request accept so many tokens of those predicted, or all; the last limit."""
     limit = 1
     for _ in range(num_steps):
-        limit = policy.choose(after(upcoming, limit)).limit
+        budget = policy.choose(after(upcoming, limit))
+        limit = budget.limit
         taken = min(num_accepted, limit)
-        policy.observe([Accepted(kind, True, limit, taken)] * upcoming.emitting.total(), limit)
+        policy.observe([Accepted(kind, True, limit, taken)] * upcoming.emitting.total(), budget)
     return limit
 
 
@@ -118,8 +120,9 @@ def test_a_prompt_makes_no_prediction_cheaper() -> None:
     cost: more time than the tokens take that they may bring."""
     policy = LoadAwareLength(KNEE, MAX_K)
     for _ in range(100):
-        policy.choose(upcoming_step(10))
-        policy.observe([Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)], 2)
+        budget = policy.choose(upcoming_step(10))
+        accepted = [Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)]
+        policy.observe(accepted, budget)
     assert policy.choose(upcoming_step(10)).limit > 1
     assert policy.choose(upcoming_step(10, prompts=512)).limit == 1
 
@@ -132,11 +135,13 @@ def test_looking_ahead_never_takes_a_step_out_of_its_graph(num_accepted: int) ->
     for prompts in (0, 512, 900) * 100:
         for pending in (1, MAX_K):
             upcoming = upcoming_step(128, VERIFIED, pending=pending, prompts=prompts)
-            limit = policy.choose(upcoming).limit
+            budget = policy.choose(upcoming)
+            limit = budget.limit
             limits.add(limit)
             stays = prices.replays(upcoming.current_shape(limit))
             assert stays or not prices.replays(upcoming.current_shape(1))
-            policy.observe([Accepted(VERIFIED, True, limit, min(limit, num_accepted))] * 128, limit)
+            taken = min(limit, num_accepted)
+            policy.observe([Accepted(VERIFIED, True, limit, taken)] * 128, budget)
     assert num_accepted == 1 or max(limits) > 1
 
 
@@ -177,9 +182,10 @@ def test_what_fails_is_tried_again_later_within_its_budget() -> None:
     plain_ms = KNEE.price_ms(upcoming.plain_shape())
     for _ in range(3000):
         step = after(upcoming, limits[-1])
-        limits.append(policy.choose(step).limit)
+        budget = policy.choose(step)
+        limits.append(budget.limit)
         extra_ms += KNEE.price_ms(step.current_shape(limits[-1])) - plain_ms
-        policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40, limits[-1])
+        policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40, budget)
     tries = [place for place, limit in enumerate(limits) if limit > 1]
     assert len(tries) >= 3
     assert max(tries) > 1500
@@ -192,8 +198,9 @@ def test_gains_of_one_phase_are_no_credit_for_the_next() -> None:
     assert limit > 1
     while limit > 1:
         num_bad += 1
-        limit = policy.choose(after(upcoming, limit)).limit
-        policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30, limit)
+        budget = policy.choose(after(upcoming, limit))
+        limit = budget.limit
+        policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30, budget)
     assert num_bad < 8
 
 
@@ -234,8 +241,9 @@ def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
         for step in range(400):
             num_ended = int(step / steps_per_end) - int((step - 1) / steps_per_end)
             emitting = upcoming_step(20).emitting
-            found = policy.choose(UpcomingStep(emitting, num_ended=20 * num_ended)).limit
-            policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20, found)
+            budget = policy.choose(UpcomingStep(emitting, num_ended=20 * num_ended))
+            found = budget.limit
+            policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20, budget)
         return found
 
     assert limit(2) == 1 < limit(200)
@@ -305,8 +313,8 @@ def test_the_policy_hears_what_became_of_each_step_it_chose_for(small_model: Pat
         harness.generate([[1, 2], [3]], max_new_tokens=9, temperature=0.0)
         observe.assert_not_called()
         harness.generate([[1, 2]], **ahead)
-        ([first], tier), _ = observe.call_args_list[0]
-        assert (first[:4], tier) == ((None, True, 4, 4), 4)
+        ([first], budget), _ = observe.call_args_list[0]
+        assert (first[:4], budget) == ((None, True, 4, 4), Budget(4))
         assert first.row in range(4)
         observe.reset_mock()
         harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **ahead)
@@ -422,7 +430,8 @@ class Alternating:
         self.chosen.append(1 if len(self.chosen) % 2 else upcoming.longest)
         return Budget(self.chosen[-1])
 
-    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
+    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
+        assert budget.limit in self.chosen
         self.num_observed += 1
 
 

@@ -16,7 +16,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import learnt, ngram_config
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, Served, copied, right_tokens, runners, setup_of, zero
-from sglang.srt.speculative.drafter import RowPlan
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.worker import ScheduleBatch
@@ -118,7 +118,7 @@ def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
     served.unwatch()  # it checks that all are fed
     verify, fed = served.graphs.verify, Counter[int]()
 
-    def noted(batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+    def noted(batch: ScheduleBatch, plan: StepPlan) -> VerifiedStep | None:
         taken = verify(batch, plan)
         if taken is None:
             return None

@@ -21,10 +21,13 @@ from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.speculative.ngram_worker import NgramDrafter
+from sglang.srt.speculative.tier_policy import RoundOutcome
+from sglang.srt.step.worker import HostResult, ScheduleBatch
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
 torch.set_num_threads(1)
@@ -106,7 +109,7 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
         if has_tile_spec:
             harness.listeners.append(budgets.scramble)
         if policy == JUMPING:
-            harness.drafter.planner.policy.may_lack = bool(budget)
+            harness.planner.policy.may_lack = bool(budget)
         serve(harness, right, disturb, seed=CASES.index(case))
     assert harness.seen["confirmed"] > 20, harness.seen
     num_wrong = harness.seen["fed"] - harness.seen["confirmed"]
@@ -255,15 +258,14 @@ def test_how_many_are_drafted_by_load_is_learnt_of_drafts_that_a_budget_leaves(
     right = right_tokens(target)
     drafter = ngram_config(5, tier_policy="matched", corpus=right, corpus_budget=2)
     harness = Served(target, drafter, setup_for(5), FREE_ROWS)
-    policy = harness.drafter._watch._policy
-    learn, told = policy.learn, Counter[int]()
+    policy = harness.planner.policy
+    observe, told = policy.observe, Counter[int]()
 
-    def noted(verified: Any) -> None:
-        given = list(verified)
-        told.update(count for _, count, _ in given)
-        learn(given)
+    def noted(outcome: RoundOutcome) -> None:
+        told.update(count for _, count, _ in outcome.matched)
+        observe(outcome)
 
-    policy.learn = noted
+    policy.observe = noted
     serve(harness, right)
     assert told[2] > 20, told
     assert sum(told[count] for count in (3, 4, 5)) > 20, told
@@ -393,7 +395,7 @@ def test_how_much_is_drafted_follows_prices_and_matches(
         serve(harness, right_tokens(target), seed=1)
         fed.append(harness.seen["fed"])
         if prices is FREE_ROWS:
-            counts = [each.counts for each in harness.drafter.planner.policy._chances]
+            counts = [each.counts for each in harness.planner.policy._chances]
             shares = [each.right[0] / max(1, each.tried[0]) for each in counts]
             assert shares[4] > 2 * max(shares[:2]), shares
     assert fed[0] > fed[1] > 4 * fed[2], fed
@@ -421,7 +423,7 @@ def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) 
 
     harness.listeners.append(note)
     serve(harness, right_tokens(target))
-    counts = [each.counts for each in harness.drafter.planner.policy._chances]
+    counts = [each.counts for each in harness.planner.policy._chances]
     for place in range(7):
         assert sum(each.right[place] for each in counts) == right[1 + place]
         assert sum(each.tried[place] for each in counts) == fed[1 + place]
@@ -434,8 +436,8 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
     """Of each step that is heard, those that the drafts fed in it were found with, of trees their
     first branches."""
     harness = Served(target, ngram_config(3, breadth, tier_policy="matched"), prices=FREE_ROWS)
-    drafter, found, told = harness.drafter, deque[dict[int, int]]([{}]), 0
-    find, learn = drafter._ops.find, drafter._watch._policy.learn
+    ops, found, told = harness.drafter._ops, deque[dict[int, int]]([{}]), 0
+    find, matched = ops.find, harness.planner._matched
 
     def noted(rows: torch.Tensor, count: int, taken: torch.Tensor | None = None) -> Any:
         result = find(rows, count, taken)
@@ -445,26 +447,25 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
         found.append(found[-1] | lens)
         return result
 
-    def checked(verified: Any) -> None:
+    def checked(record: StepRecord, result: HostResult) -> Any:
         nonlocal told
-        launched, given = drafter._watch_rows.popleft(), list(verified)
-        before = found[0]
-        found.popleft()
-        for (match_len, _, _), row in zip(given, launched, strict=False):
+        before, given = steps.popleft(), matched(record, result)
+        fed = [row for row, n in zip(record.rows, result.num_drafts, strict=False) if n]
+        for (match_len, _, _), row in zip(given, fed, strict=True):
             assert match_len == before[row]
             told += 1
-        learn(given)
+        return given
 
-    plan, drafter._watch_rows = drafter.plan, deque()
+    plan, steps = harness.planner.plan, deque[dict[int, int]]()
 
-    def planned(batch: Any) -> Any:
-        made = plan(batch)
-        drafting = [] if made.is_plain else zip(batch.rows, made.counts.q_lens, strict=True)
-        prompts_fed = dict(zip(batch.rows, batch.num_prompt_tokens, strict=True))
-        drafter._watch_rows.append([row for row, _ in drafting if not prompts_fed[row]])
+    def planned(batch: ScheduleBatch, lens: Any) -> StepPlan:
+        if 0 in batch.num_prompt_tokens:
+            steps.append(found[-1])
+        made: StepPlan = plan(batch, lens)
         return made
 
-    drafter._ops.find, drafter._watch._policy.learn, drafter.plan = noted, checked, planned
+    ops.find = noted
+    vars(harness.planner).update(_matched=checked, plan=planned)
     serve(harness, right_tokens(target))
     assert told > 100
 

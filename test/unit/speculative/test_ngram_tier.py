@@ -17,7 +17,7 @@ from sglang.srt.speculative.ngram_tier import (
 )
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import TierParts
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
 LONGEST = 18
@@ -74,8 +74,7 @@ class Decoding:
         """Speed of so many steps of text that repeats itself, or does not."""
         ms, num_tokens, upcoming = 0.0, 0, UpcomingRound(self.num_reqs)
         for _ in range(num_steps):
-            self.policy.tell(self.lens[0])
-            next_tier = self.policy.choose(upcoming)
+            next_tier = self.policy.choose(upcoming._replace(match_lens=self.lens[0]))
             rights = [self._right(length, repeats) for length in self.lens[-1]]
             fed = zip(self.lens[-1], rights, strict=True)
             self.unread.append([(length, self.tier, right) for length, right in fed if self.tier])
@@ -87,7 +86,7 @@ class Decoding:
             num_tokens += sum(map(len, rights)) + self.num_reqs
             ms += self.prices.round_ms(upcoming, self.tier)
             if len(self.unread) == LAG:
-                self.policy.learn(self.unread.popleft())
+                self.policy.observe(RoundOutcome(0, self.num_reqs, (), self.unread.popleft()))
             self.tier = next_tier
         return num_tokens / self.num_reqs / (ms / PLAIN_MS)
 

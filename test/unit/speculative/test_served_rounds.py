@@ -13,8 +13,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from served_rounds import MAX_DRAFTS, GivenClock, Load, ServedRounds, batch_of, rounds
+from served_rounds import MAX_DRAFTS, GivenTime, Load, ServedRounds, batch_of, rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.prompt_mix import (
     MAX_NUMBERS,
@@ -36,7 +37,7 @@ from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, Round
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
-from sglang.srt.step.worker import HostResult
+from sglang.srt.step.worker import HostResult, ScheduleBatch
 from tile_spec_decode import Text
 
 SURE, EVEN = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8)
@@ -89,12 +90,14 @@ def test_steps_that_are_launched_before_the_last_one_is_read_are_those_behind_an
         return lengths(mix, rows, most, **more)
 
     with mock.patch.object(RequestMix, "lengths", watched):
+        record = StepRecord(rows=[0, 1], plan=planner.plan(batch_of([0, 0])))
         for number in range(4):
-            planner.plan(batch_of([0, 0]))
+            if number:
+                planner.plan(batch_of([0, 0]))
             if number >= num_late:
-                planner.observe(HostResult([[], []], [1, 1], [1, 1]))
+                planner.observe(record, HostResult([[], []], [1, 1], [1, 1]))
         for _ in range(num_late):  # there is nothing to launch for a while, which tells nothing
-            planner.observe(HostResult([[], []], [1, 1], [1, 1]))
+            planner.observe(record, HostResult([[], []], [1, 1], [1, 1]))
         planner.plan(batch_of([0, 0]))
     before_it_is_known = [0] * (1 + num_late)
     found = [each["num_late"] for each in asked]
@@ -137,7 +140,7 @@ def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> N
     for _ in range(REST_AFTER):
         policy._rest.step(False, is_fed=False)
     assert policy.rests
-    with mock.patch.object(planner, "_lacks_tokens", return_value=not is_fed):
+    with mock.patch.object(planner._left_out, "lacks_tokens", return_value=not is_fed):
         given = [max(planner.plan(batch_of([0])).next_drafts) for _ in range(CONTEXT_STEPS + 1)]
     assert given[-1] > 0
     assert (given[0] > 0) == is_fed
@@ -296,9 +299,16 @@ def test_a_step_knows_its_prompts() -> None:
     assert round_of(batch_of([100, 0, 20, 0])) == RoundCase(2, 0, 128)
 
 
+def hear(times: RoundTimes, batch: ScheduleBatch, plan: StepPlan, took_ms: float) -> None:
+    """A step takes so long, and the one after it is read."""
+    plan = replace(plan, expected=times.expected(batch, plan))
+    times.compare(StepRecord(rows=batch.rows, plan=plan, time=GivenTime(took_ms)))
+    times.compare(StepRecord(rows=batch.rows, plan=plan))
+
+
 def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
-    prices, clock = rounds(), GivenClock()
-    times = RoundTimes(prices, clock, packs_in_graphs=True)
+    prices = rounds()
+    times = RoundTimes(prices, packs_in_graphs=True)
     for prompts, given, following, factor in (
         ([0] * 8, 3, 3, 1.5),
         ([0] * 8, 3, 5, 9.0),  # drafts more than it verifies
@@ -306,11 +316,8 @@ def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
     ):
         batch = batch_of(prompts)
         counts = [0 if each else given for each in prompts]
-        plan = plan_of_drafts(batch, counts)
-        object.__setattr__(plan, "next_drafts", [following] * 8)
-        times.expect(batch, plan, max(counts))
-        clock.unread.append(factor * prices.cost(8, 3, 32).rows_ms)
-    times.compare()
+        plan = replace(plan_of_drafts(batch, counts), next_drafts=[following] * 8)
+        hear(times, batch, plan, factor * prices.cost(8, 3, 32).rows_ms)
     assert prices.excess.of_rounds(3).at(32) > 1.1, "which one such round says of others"
     others = prices.excess.of_rounds(5)
     assert others.at(32) == pytest.approx(1.1)
@@ -326,32 +333,25 @@ def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
     ],
 )
 def test_steps_that_return_more_are_not_compared(asked: dict[str, Any]) -> None:
-    prices, clock = rounds(), GivenClock()
-    times = RoundTimes(prices, clock, packs_in_graphs=True)
+    prices = rounds()
+    times = RoundTimes(prices, packs_in_graphs=True)
     batch = replace(batch_of([128, 0, 0]), **asked)
     plan = replace(plan_of_drafts(batch, [0, 3, 3]), next_drafts=[3] * 3)
-    times.expect(batch, plan, 3)
-    clock.unread.append(1000.0)
-    times.compare()
+    hear(times, batch, plan, 1000.0)
     assert prices.excess.of_rounds(3).at(128) == 1.0
-    times.expect(batch_of([128, 0, 0]), plan, 3)
-    clock.unread.append(1000.0)
-    times.compare()
+    hear(times, batch_of([128, 0, 0]), plan, 1000.0)
     assert prices.excess.of_rounds(3).at(128) > 1.0
 
 
 def test_slots_behind_a_prompt_are_no_part_of_its_price() -> None:
     """Those are reserved for draft steps."""
-    prices, clock = rounds(), GivenClock()
+    prices = rounds()
     prices.target = replace(prices.target, prompt_kv_ms=Curve((1, 4096), (1.0, 1.0)))
-    times = RoundTimes(prices, clock, packs_in_graphs=True)
+    times = RoundTimes(prices, packs_in_graphs=True)
     batch = batch_of([128, 0])
     behind = replace(batch, max_q_lens=[128 + 100, batch.max_q_lens[1]])
     plan = replace(plan_of_drafts(batch, [0, 3]), next_drafts=[3, 3])
-    for each in (batch, behind):
-        times.expect(each, plan, 3)
-    [alone, with_slots] = times._expected
-    assert alone == with_slots
+    assert times.expected(batch, plan) == times.expected(behind, plan)
 
 
 def test_prices_that_are_remembered_are_bounded() -> None:

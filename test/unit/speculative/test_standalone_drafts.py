@@ -5,7 +5,7 @@ that were not."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from eagle_models import STANDALONE, eagle_config_for, write_draft, write_target
 from eagle_serving import group_for, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from mtp_oracle import load_reference
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.draft_steps import DraftSteps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.standalone_worker import StandaloneDrafter, all_verify
 from sglang.srt.step.step_ops import PackedSize
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 
 torch.set_num_threads(1)
@@ -37,7 +38,6 @@ class ComparedDrafter(StandaloneDrafter):
 
     Attributes:
         seen: chains compared, by what happened before.
-        num_padding: rows of padding that packed steps are given.
     """
 
     def __init__(self, parts: DrafterParts) -> None:
@@ -45,21 +45,12 @@ class ComparedDrafter(StandaloneDrafter):
         self._is_asked = True
         self.seen: Counter[str] = Counter()
         self.reference: Any = None
-        self.num_padding = 0
         self._num_cached: dict[int, int] = {}
         self._scores: dict[int, torch.Tensor] = {}
 
-    def admit(self, new_rows: list[NewRow]) -> None:
-        super().admit(new_rows)
-        self._num_cached.update((new.row, new.num_committed) for new in new_rows)
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        plan = super().plan(batch)
-        size, more = plan.counts.packed, self.num_padding
-        if size is None:
-            return plan
-        size = PackedSize(size.num_rows + more, size.num_reads + more)
-        return replace(plan, counts=replace(plan.counts, packed=size))
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        super().prepare(batch, plan)
+        self._num_cached.update((new.row, new.num_committed) for new in batch.new_rows)
 
     def draft(self, steps: DraftSteps, of_certain: torch.Tensor | None) -> EagleVerifyInput:
         drafts = super().draft(steps, of_certain)
@@ -131,6 +122,21 @@ def compared(
     return harness
 
 
+def pad(harness: Drafted, more: int) -> None:
+    """From now on, packed steps are given so many rows of padding."""
+    plan = harness.planner.plan
+
+    def padded(batch: ScheduleBatch, lens: Sequence[int] | None) -> StepPlan:
+        found: StepPlan = plan(batch, lens)
+        size = found.counts.packed
+        if size is None:
+            return found
+        size = PackedSize(size.num_rows + more, size.num_reads + more)
+        return replace(found, counts=replace(found.counts, packed=size))
+
+    harness.planner.plan = padded
+
+
 def serve_all(harness: Drafted) -> None:
     """The prompts, then prompts that begin with them."""
     for index, prompt in enumerate(prompts()):
@@ -196,7 +202,7 @@ def test_so_they_are_behind_steps_that_verify_some_of_the_drafts(
 
     with budgets.chosen():
         harness = compared(paths, setup, "fixed", tmp_path, prices=DEAR_ROWS, on_step=note)
-        harness.drafter.num_padding = num_padding
+        pad(harness, num_padding)
         serve_all(harness)
     seen = harness.drafter.seen
     assert sum(cut) > 10

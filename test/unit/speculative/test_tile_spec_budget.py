@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.budget import (
     LOOK_STEPS,
@@ -26,8 +27,8 @@ from sglang.srt.speculative.tile_spec.budget import (
 from sglang.srt.speculative.tile_spec.core import LatencyTable
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from sglang.srt.step.step_ops import PackedSize
-from sglang.srt.step.worker import HostResult
-from tile_spec_decode import Decode, Text, batch_of
+from sglang.srt.step.worker import HostResult, ScheduleBatch
+from tile_spec_decode import Decode, Text, batch_of, record_of
 from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_ROWS, prices_of
 
 FREE = Curve((1, 1 << 20), (0.0, 0.0))
@@ -89,10 +90,24 @@ def test_resampled_scores_are_distributed_as_those_read() -> None:
             assert found.mean() < scores.mean()
 
 
-def cut(tile_spec: TileSpec, num_drafts: Sequence[int], num_prompts: int = 0) -> RowPlan:
-    batch = batch_of(num_drafts, num_prompts)
-    counts = [*([0] * num_prompts), *num_drafts]
-    return tile_spec.cut(batch, counts, plan_of_drafts(batch, counts))
+class Cutting:
+    """Has `TileSpec` cut steps of requests of these confidences, and hear of them."""
+
+    def __init__(self, rounds: MeasuredRounds, confidence: float = 0.5) -> None:
+        self.tile_spec = TileSpec(RoundTables(rounds, packs_in_graphs=True))
+        self.confidence = torch.full((64, DEPTH), confidence)
+
+    def cut(self, num_drafts: Sequence[int], num_prompts: int = 0) -> StepPlan:
+        batch = batch_of(num_drafts, num_prompts)
+        plan = plan_of_drafts(batch, [*([0] * num_prompts), *num_drafts])
+        return self.note(batch, self.tile_spec.cut(batch, plan))
+
+    def note(self, batch: ScheduleBatch, plan: StepPlan) -> StepPlan:
+        self._record = record_of(batch, plan, self.confidence)
+        return plan
+
+    def observe(self, result: HostResult) -> list[tuple[int, int]]:
+        return self.tile_spec.observe(self._record, result)
 
 
 def result_of(fed: Sequence[int], right: Sequence[int]) -> HostResult:
@@ -100,25 +115,20 @@ def result_of(fed: Sequence[int], right: Sequence[int]) -> HostResult:
     return HostResult([[]] * len(taken), taken, taken, num_drafts=list(fed))
 
 
-def tile_spec_over(rounds: MeasuredRounds, confidence: float = 0.5) -> TileSpec:
-    tables = RoundTables(rounds, packs_in_graphs=True)
-    return TileSpec(tables, torch.full((64, DEPTH), confidence))
-
-
 def test_a_step_is_cut_to_the_rows_of_a_graph_once_scores_are_known() -> None:
-    tile_spec = tile_spec_over(with_graphs(GraphSupport.RAGGED_Q))
-    assert cut(tile_spec, [DEPTH] * 64).counts.packed is None
-    tile_spec.observe(result_of([DEPTH] * 64, [1] * 64))
-    plan = cut(tile_spec, [DEPTH] * 64)
+    cutting = Cutting(with_graphs(GraphSupport.RAGGED_Q))
+    assert cutting.cut([DEPTH] * 64).counts.packed is None
+    cutting.observe(result_of([DEPTH] * 64, [1] * 64))
+    plan = cutting.cut([DEPTH] * 64)
     assert plan.counts.packed == PackedSize(192, 192), "as cheap as 96 rows"
     assert plan.max_accepted == 1 + DEPTH
 
 
 def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() -> None:
-    tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), 0.05)
-    cut(tile_spec, [DEPTH] * 4)
-    tile_spec.observe(result_of([DEPTH] * 4, [0] * 4))
-    plan = cut(tile_spec, [DEPTH] * 4, num_prompts=2)
+    cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), 0.05)
+    cutting.cut([DEPTH] * 4)
+    cutting.observe(result_of([DEPTH] * 4, [0] * 4))
+    plan = cutting.cut([DEPTH] * 4, num_prompts=2)
     assert plan.counts.packed == PackedSize(2 * 10 + 4, 2 + 4)
 
 
@@ -127,30 +137,31 @@ def test_a_step_whose_drafts_all_pay_is_the_one_that_was_planned() -> None:
     chooser, whole = random.Random(0), Counter[bool]()
     for _ in range(60):
         costs = [1.0, *sorted(1 + chooser.random() * chooser.choice([0.02, 3]) for _ in range(3))]
-        tile_spec = tile_spec_over(MeasuredRounds(prices_of((1, 20, 60, 300), costs), FREE_DRAFTS))
+        cutting = Cutting(MeasuredRounds(prices_of((1, 20, 60, 300), costs), FREE_DRAFTS))
         num_reqs, num_prompts = chooser.choice([1, 2, 8, 48]), chooser.choice([0, 0, 2])
         counts = [0] * num_prompts + [DEPTH] * num_reqs
         for _ in range(3):
-            tile_spec._confidence.fill_(chooser.choice([0.01, 0.9, 1.0]))
+            cutting.confidence.fill_(chooser.choice([0.01, 0.9, 1.0]))
             batch = batch_of([DEPTH] * num_reqs, num_prompts)
             planned = plan_of_drafts(batch, counts)
-            plan = tile_spec.cut(batch, counts, planned)
+            plan = cutting.note(batch, cutting.tile_spec.cut(batch, planned))
             is_whole = plan.counts.packed is None
             fewer = is_whole or plan.counts.packed.num_rows < planned.counts.num_rows
-            assert plan is planned if is_whole else fewer
-            looked = tile_spec._launched[-1].confidence is not None
+            assert plan.counts == planned.counts if is_whole else fewer
+            looked = plan.wants_scores
             whole[is_whole and looked] += 1
             result = [0] * num_prompts + [chooser.choice([0, DEPTH])] * num_reqs
-            tile_spec.observe(result_of(counts, result))
+            cutting.observe(result_of(counts, result))
     assert min(whole.values()) > 20, "some looked at scores and verify all"
 
 
 def test_where_rows_are_free_nothing_is_copied_and_nothing_is_cut() -> None:
-    tile_spec = tile_spec_over(MeasuredRounds(FREE_ROWS, FREE_DRAFTS), 0.0)
+    cutting = Cutting(MeasuredRounds(FREE_ROWS, FREE_DRAFTS), 0.0)
     for _ in range(3):
-        assert cut(tile_spec, [DEPTH] * 4).counts.packed is None
-        assert tile_spec._launched[-1].confidence is None
-        found = tile_spec.observe(result_of([DEPTH] * 4, [0, 1, 2, 3]))
+        plan = cutting.cut([DEPTH] * 4)
+        assert plan.counts.packed is None
+        assert not plan.wants_scores
+        found = cutting.observe(result_of([DEPTH] * 4, [0, 1, 2, 3]))
         assert found == [(DEPTH, 0), (DEPTH, 1), (DEPTH, 2), (DEPTH, 3)]
 
 
@@ -159,34 +170,34 @@ def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
     """Of one request; the device takes it for 0 too."""
     plans, told = [], []
     for each in (0.0, value):
-        tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
-        tile_spec._confidence[1] = each
+        cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
+        cutting.confidence[1] = each
         for _ in range(3):
-            plans.append(cut(tile_spec, [DEPTH] * 4).counts)
-            told.append(tile_spec.observe(result_of([DEPTH, 0, 1, DEPTH], [1, 0, 1, 0])))
-        plans.append(tile_spec.gain(RoundCase(4), DEPTH))
+            plans.append(cutting.cut([DEPTH] * 4).counts)
+            told.append(cutting.observe(result_of([DEPTH, 0, 1, DEPTH], [1, 0, 1, 0])))
+        plans.append(cutting.tile_spec.gain(RoundCase(4), DEPTH))
     assert plans[:4] == plans[4:]
     assert told[:3] == told[3:]
 
 
 def test_steps_of_requests_without_drafts_say_nothing() -> None:
-    tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
-    assert cut(tile_spec, [0, 0]).is_plain
-    assert tile_spec.observe(HostResult([[1], [2]], [1, 1], [1, 1])) == []
+    cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
+    assert cutting.cut([0, 0]).is_plain
+    assert cutting.observe(HostResult([[1], [2]], [1, 1], [1, 1])) == []
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.8])
 def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance: float) -> None:
     """Drafts are right with the chance that the head says; any number of each chain is fed."""
     luck = random.Random(5)
-    tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), chance)
+    cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), chance)
     told = np.zeros(1 + DEPTH)
     for _ in range(400):
-        cut(tile_spec, [DEPTH] * 8)
+        cutting.cut([DEPTH] * 8)
         fed = [luck.randint(0, DEPTH) for _ in range(8)]
         whole = [next(i for i in range(9) if i == DEPTH or luck.random() >= chance) for _ in fed]
         right = [min(count, most) for count, most in zip(whole, fed, strict=True)]
-        for count, num_right in tile_spec.observe(result_of(fed, right)):
+        for count, num_right in cutting.observe(result_of(fed, right)):
             assert count == DEPTH
             told[num_right] += 1
     expected = [chance**n * (1 - chance * (n < DEPTH)) for n in range(1 + DEPTH)]
@@ -196,13 +207,13 @@ def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance
 
 def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps() -> None:
     rounds = MeasuredRounds(DEAR_ROWS, FREE_DRAFTS)
-    tile_spec = tile_spec_over(rounds)
-    cut_rounds, upcoming, found = CutRounds(rounds, tile_spec), UpcomingRound(4), []
+    cutting = Cutting(rounds)
+    cut_rounds, upcoming, found = CutRounds(rounds, cutting.tile_spec), UpcomingRound(4), []
     for _ in range(2 * LOOK_STEPS):
         found.append(cut_rounds.round_ms(upcoming, DEPTH))
         assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]
-        cut(tile_spec, [DEPTH] * 4)
-        tile_spec.observe(result_of([DEPTH] * 4, [0] * 4))
+        cutting.cut([DEPTH] * 4)
+        cutting.observe(result_of([DEPTH] * 4, [0] * 4))
     assert found[0] == rounds.round_ms(upcoming, DEPTH) > found[1]
     assert [*map(len, (set(found[1:LOOK_STEPS]), set(found)))] == [1, 3]
 

@@ -28,6 +28,7 @@ from eagle_serving import (
 from pairwise import name_of, pairwise_cases
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import serving, setup_of
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.speculative.drafter import ComputedStep, plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase
@@ -35,7 +36,7 @@ from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, confi
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.step_ops import Q_LEN
 from sglang.srt.step.worker import HostResult
-from tile_spec_decode import batch_of
+from tile_spec_decode import batch_of, record_of
 from tile_spec_rounds import (
     DEAR_ROWS,
     FREE_DRAFTS,
@@ -191,7 +192,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
         assert harness.seen["cut steps"] == 0
     assert plans[0] == plans[1]
     assert not any(plan.wants_paths for plan, _ in plans[1])
-    assert harness.drafter.planner.tile_spec._scores is None
+    assert harness.planner.tile_spec._scores is None
 
 
 def test_where_rows_are_dear_only_likely_nodes_are_verified(
@@ -316,14 +317,17 @@ def result_of(paths: Sequence[list[int]], fed: Sequence[int]) -> HostResult:
     return HostResult([[]] * len(paths), taken, taken, num_drafts=list(fed), paths=padded)
 
 
-def tile_spec_of(rounds: MeasuredRounds, confidence: torch.Tensor) -> TileSpec:
-    return TileSpec(RoundTables(rounds, packs_in_graphs=True), confidence, has_trees=True)
+def tile_spec_of(rounds: MeasuredRounds) -> TileSpec:
+    return TileSpec(RoundTables(rounds, packs_in_graphs=True), has_trees=True)
 
 
-def step_of(tile_spec: TileSpec, num_reqs: int, shape: TreeShape) -> Any:
+def step_of(
+    tile_spec: TileSpec, num_reqs: int, shape: TreeShape, confidence: torch.Tensor
+) -> StepRecord:
     counts = [shape.num_drafts] * num_reqs
     batch = batch_of(counts)
-    return tile_spec.cut(batch, counts, plan_of_drafts(batch, counts, shape.max_confirmed))
+    plan = tile_spec.cut(batch, plan_of_drafts(batch, counts, shape.max_confirmed))
+    return record_of(batch, plan, confidence)
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
@@ -333,16 +337,17 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
     luck, shape, num_reqs = random.Random(1), TreeShape(3, 3, 12), 16
     confidence = torch.zeros((num_reqs, shape.num_drafts))
     free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
-    tile_spec = tile_spec_of(MeasuredRounds(DEAR_ROWS, free, tree=shape), confidence)
+    tile_spec = tile_spec_of(MeasuredRounds(DEAR_ROWS, free, tree=shape))
     for _ in range(150):
         trees = [random_tree(luck, shape.topk, shape.num_drafts) for _ in range(num_reqs)]
         confidence.copy_(confidence_of(trees))
-        assert step_of(tile_spec, num_reqs, shape).wants_paths
+        record = step_of(tile_spec, num_reqs, shape, confidence)
+        assert record.plan.wants_paths
         fed = [luck.randint(0, shape.num_drafts) for _ in trees]
         found = [
             confirmed_path(tree, count, power, luck) for tree, count in zip(trees, fed, strict=True)
         ]
-        told = tile_spec.observe(result_of(found, fed))
+        told = tile_spec.observe(record, result_of(found, fed))
         assert told == [(shape.num_drafts, len(path) - 1) for path in found]
     scores = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5])
     learnt = tile_spec._calibration.predict(scores)
@@ -368,10 +373,12 @@ def test_as_many_nodes_are_verified_as_give_most_tokens_per_millisecond() -> Non
         prices = PriceTable(no_graphs, {}, Curve(sizes, costs), Curve((1, 64), (0.0, 0.0)))
         free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
         trees = [random_tree(luck, 2, shape.num_drafts) for _ in range(2)]
-        tile_spec = tile_spec_of(MeasuredRounds(prices, free, tree=shape), confidence_of(trees))
-        step_of(tile_spec, 2, shape)
-        tile_spec.observe(result_of([[0], [0]], [0, 0]))  # nothing was verified, nothing is learnt
-        plan = step_of(tile_spec, 2, shape)
+        tile_spec = tile_spec_of(MeasuredRounds(prices, free, tree=shape))
+        confidence = confidence_of(trees)
+        record = step_of(tile_spec, 2, shape, confidence)
+        # Nothing was verified, nothing is learnt.
+        tile_spec.observe(record, result_of([[0], [0]], [0, 0]))
+        plan = step_of(tile_spec, 2, shape, confidence).plan
 
         def rate(cut: tuple[int, ...], trees: Any = trees, costs: Any = costs) -> float:
             values = (sum(tree.scores[:n]) for tree, n in zip(trees, cut, strict=True))

@@ -34,7 +34,7 @@ from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority
 from sglang.srt.scheduling.step_builder import PlannedStep
 from sglang.srt.scheduling.step_times import StepTimes
-from sglang.srt.step.worker import Worker
+from sglang.srt.step.worker import HostResult, Worker
 from sglang.srt.tokenizer import StopFinder
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class SchedulerDebug:
         logs_idle_ledger: log the ledger's check whenever the scheduler goes idle.
     """
 
-    on_step_read: Callable[[Sequence[RequestStep]], None] | None = None
+    on_step_read: Callable[[Sequence[RequestStep], HostResult], None] | None = None
     release_audit: Callable[[ReleaseReport], None] | None = None
     logs_idle_ledger: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.step.worker import HostResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,7 @@ class _LaunchedStep:
 class DebugTrace:
     """Appends to a file; docs/mtp.md says what the fields mean.
 
-    The worker tells of every step that it launches, the scheduler of every step that it reads. Both
-    do so in the order of launches, so the oldest launched step is the one that is read.
+    The worker tells of every step that it launches, the scheduler of every step that it reads.
 
     Raises:
         ValueError: if the file cannot be written.
@@ -49,22 +50,21 @@ class DebugTrace:
             raise ValueError(
                 f"SGLANG_MTP_DEBUG_TRACE={path!r} cannot be written: {error.strerror}."
             ) from None
-        self._unread: deque[_LaunchedStep] = deque()
         self._num_steps: Counter[int] = Counter()
 
-    def launched(self, step: ComputedStep) -> None:
-        """Keeps what a launched step fed until the step is read."""
+    def launched(self, step: ComputedStep) -> _LaunchedStep:
+        """Returns what a launched step fed, for its record."""
         state, rows = step.state, step.inputs.rows
         pending, pending_lens = state.pending(rows), state.pending_lens[rows]
         used_graph = step.forward.used_graph
         num_predicted = step.plan.counts.num_predicted
-        self._unread.append(
-            _LaunchedStep(step.inputs, num_predicted, pending, pending_lens, used_graph)
-        )
+        return _LaunchedStep(step.inputs, num_predicted, pending, pending_lens, used_graph)
 
-    def read(self, requests: Sequence[RequestStep]) -> None:
-        """Writes the lines of the oldest launched step."""
-        step = self._unread.popleft()
+    def read(self, requests: Sequence[RequestStep], result: HostResult) -> None:
+        """Writes the lines of a step."""
+        assert isinstance(result.record, StepRecord), "The worker gave it."
+        [step] = result.record.notes
+        assert isinstance(step, _LaunchedStep), "`launched` gave it."
         for request in requests:
             if not request.params.mtp_enabled:
                 continue

@@ -1,18 +1,16 @@
-"""Holds how far each request looks ahead: parameters on the device, bounds on the host."""
+"""Holds how far each request looks ahead, as far as the host knows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import torch
-
-from sglang.srt.device_copies import to_device
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PromptChunk
 from sglang.srt.step.step_ops import PackedSize, StepCounts
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +54,18 @@ class LookaheadRows:
     """One entry per row of the request-to-token table.
 
     Attributes:
-        thresholds: [N] float32; tau, 0 for static k.
         max_predicted: N host integers; the request's k.
-        host_thresholds: `thresholds` on the host.
+        thresholds: N host numbers; tau, 0 for static k.
         emits_only_confirmed: N host flags; see `StepCounts`.
 
     Args:
         limits_all: the length policy may choose a smaller k for unverified requests, too.
     """
 
-    def __init__(self, num_rows: int, device: str, limits_all: bool = False) -> None:
-        self._device = device
+    def __init__(self, num_rows: int, limits_all: bool = False) -> None:
         self._limits_all = limits_all
-        self.thresholds = torch.zeros(num_rows, device=device)
         self.max_predicted = [1] * num_rows
-        self.host_thresholds = [0.0] * num_rows
+        self.thresholds = [0.0] * num_rows
         self.emits_only_confirmed = [True] * num_rows
         self._kinds: list[Kind | None] = [None] * num_rows
         self._pending_bounds = [1] * num_rows  # most that can be pending after all launched steps
@@ -80,28 +75,22 @@ class LookaheadRows:
 
     def initialize(self, new_rows: list[NewRow]) -> None:
         """Sets the state of requests that have just got a row."""
-        if not new_rows:
-            return
         for new in new_rows:
             params = new.params
             self.max_predicted[new.row] = params.num_predicted
-            self.host_thresholds[new.row] = params.mtp_threshold
+            self.thresholds[new.row] = params.mtp_threshold
             self.emits_only_confirmed[new.row] = params.emits_only_confirmed
             self._kinds[new.row] = self._kind(new.row)
             self._pending_read[new.row] = 1
             self._num_ended += self._was_used[new.row]
             self._was_used[new.row] = True
-        places = [new.row for new in new_rows]
-        rows = to_device(places, self._device)
-        thresholds = [self.host_thresholds[row] for row in places]
-        self.thresholds[rows] = to_device(thresholds, self._device)
 
     def _kind(self, row: int) -> Kind | None:
         """None where each step accepts as many tokens as it predicts."""
-        is_taken = not self.emits_only_confirmed[row] and self.host_thresholds[row] == 0
+        is_taken = not self.emits_only_confirmed[row] and self.thresholds[row] == 0
         if is_taken or self.max_predicted[row] == 1:
             return None
-        return Kind(self.emits_only_confirmed[row], round(10 * self.host_thresholds[row]))
+        return Kind(self.emits_only_confirmed[row], round(10 * self.thresholds[row]))
 
     def is_adjustable(self, row: int) -> bool:
         """Tells whether the length policy may choose a smaller k for the row's request."""
@@ -147,24 +136,15 @@ class LookaheadRows:
         bound = 1 if num_prompt else self._pending_bounds[row]
         return bound if longest_pending is None else min(bound, longest_pending)
 
-    def accepted(
-        self,
-        rows: list[int],
-        plan: LookaheadPlan,
-        accept_lens: list[int],
-        num_drafts: list[int],
-    ) -> list[Accepted]:
+    def accepted(self, record: StepRecord, result: HostResult) -> list[Accepted]:
         """Returns what a step's requests accepted, of those that emit. Called for every step, in
         order: a request that emits only what is confirmed has the drafts that the step before left
         it, of which a packed step may feed fewer. With a threshold those count that were predicted:
         that some were not sure enough is part of its kind. One that sat the step out is left out.
-
-        Args:
-            num_drafts: R counts of drafts fed; empty where there were none.
         """
-        found = []
-        for i, (row, taken) in enumerate(zip(rows, accept_lens, strict=True)):
-            tried = predicted = plan.counts.num_predicted[i]
+        found, num_drafts = [], result.num_drafts
+        for i, (row, taken) in enumerate(zip(record.rows, result.accept_lens, strict=True)):
+            tried = predicted = record.plan.counts.num_predicted[i]
             if predicted == 0:
                 continue
             if self.emits_only_confirmed[row]:
@@ -172,7 +152,7 @@ class LookaheadRows:
                 self._pending_read[row] = predicted if taken == tried else 1
                 if taken == 0:
                     continue
-                if self.host_thresholds[row] == 0:
+                if self.thresholds[row] == 0:
                     tried = 1 + (num_drafts[i] if num_drafts else 0)
             found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken, row))
         return found

@@ -9,18 +9,27 @@ Nothing here waits for the device: what depends on the step before is gathered f
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
+from sglang.srt.mtp.lookahead_rows import LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
 from sglang.srt.registry import LENGTH_POLICIES, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import (
+    ChosenTokens,
+    ComputedStep,
+    Drafter,
+    DrafterParts,
+    PlannedDrafter,
+)
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.length_policy import LengthPolicy
-from sglang.srt.speculative.upcoming_step import Budget
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
@@ -56,34 +65,80 @@ class MTPConfig:
     bypasses_graphs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """A step that was launched and not read; `was_chosen`: the length policy chose its lengths."""
+class MaskPlanner:
+    """Plans how many masks each request feeds.
 
-    rows: list[int]
-    plan: LookaheadPlan
-    was_chosen: bool
+    Args:
+        policy: how many tokens may be predicted under the load at hand.
+        num_rows: of the page table.
+    """
+
+    def __init__(self, config: MTPConfig, policy: LengthPolicy, num_rows: int) -> None:
+        self._config = config
+        self._policy = policy
+        self._lookahead = LookaheadRows(num_rows, config.limits_unverified)
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        k = params.num_predicted
+        return PLAIN_WIDTH if k == 1 else StepWidth(2 * k - 1, k - 1, k)
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        self._lookahead.initialize(new_rows)
+
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """Tells the length policy, if it was asked, how many tokens were accepted."""
+        accepted = self._lookahead.accepted(record, result)
+        if record.plan.budget is not None:
+            self._policy.observe(accepted, record.plan.budget)
+
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        """See `Planner`; lens are of pending tokens."""
+        config, lookahead = self._config, self._lookahead
+        longest = None if lens is None else max(lens[row] for row in batch.rows)
+        budget = self._budget(batch, longest)
+        limit = config.max_k if budget is None else budget.limit
+        plan = lookahead.plan(batch, limit, longest)
+        num_rows = None if budget is None else budget.num_rows
+        if config.packs_rows and num_rows is not None and not plan.counts.is_plain:
+            plan = plan.packed(batch, num_rows)
+        return StepPlan(
+            counts=plan.counts,
+            max_pending=max(plan.max_pending),
+            max_accepted=max(1, *plan.max_accepted),
+            lookahead_token=config.mask_token_id,
+            wants_probs=not plan.counts.is_plain
+            and any(lookahead.thresholds[row] > 0 for row in batch.rows),
+            accepts_unconfirmed=not all(plan.counts.emits_only_confirmed),
+            tier=0 if budget is None else limit,
+            budget=budget,
+        )
+
+    def _budget(self, batch: ScheduleBatch, longest_pending: int | None) -> Budget | None:
+        """Returns what the policy grants requests whose length it may choose; None where none of
+        them looks ahead."""
+        rows = self._lookahead
+        if not any(
+            emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)
+            for row, emits in zip(batch.rows, batch.emits, strict=True)
+        ):
+            return None
+        is_packed = self._config.packs_rows
+        return self._policy.choose(rows.upcoming_step(batch, longest_pending, is_packed))
 
 
-class MaskDrafter:
+class MaskDrafter(Drafter):
     """Drafts are what the model itself predicted from mask tokens in the step before.
 
     Args:
         state: device rows with room for `max_k` pending tokens.
-        policy: how many tokens may be predicted under the load at hand.
         ops: an implementation of `MaskOps`.
     """
 
-    def __init__(
-        self, state: RequestRows, config: MTPConfig, policy: LengthPolicy, ops: type[MaskOps]
-    ) -> None:
+    def __init__(self, state: RequestRows, config: MTPConfig, ops: type[MaskOps]) -> None:
         self._state = state
         self._config = config
-        self._policy = policy
-        num_rows, device = state.num_rows, str(state.committed.device)
-        self._lookahead = LookaheadRows(num_rows, device, config.limits_unverified)
-        self._ops = ops(state, self._lookahead.thresholds)
-        self._unread: deque[_Unread] = deque()
+        self._thresholds = torch.zeros(state.num_rows, device=state.committed.device)
+        self._ops = ops(state, self._thresholds)
         self._has_warned = False
 
     @staticmethod
@@ -103,52 +158,25 @@ class MaskDrafter:
         return ()
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> MaskDrafter:
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
         config: MTPConfig = parts.options
-        policy: LengthPolicy = LENGTH_POLICIES.load(config.length_policy)(
-            parts.prices, config.max_k
-        )
-        return cls(parts.state, config, policy, load(parts.runners.target.operations.masks))
+        policy = LENGTH_POLICIES.load(config.length_policy)(parts.prices, config.max_k)
+        planner = MaskPlanner(config, policy, parts.state.num_rows)
+        ops = load(parts.runners.target.operations.masks)
+        return PlannedDrafter(planner, cls(parts.state, config, ops))
 
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        k = params.num_predicted
-        return PLAIN_WIDTH if k == 1 else StepWidth(2 * k - 1, k - 1, k)
+    def lens(self) -> torch.Tensor | None:
+        return self._state.pending_lens if self._config.trims_rows else None
 
-    def admit(self, new_rows: list[NewRow]) -> None:
-        self._lookahead.initialize(new_rows)
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        if batch.new_rows:
+            device = self._thresholds.device
+            rows = to_device([new.row for new in batch.new_rows], device)
+            thresholds = [new.params.mtp_threshold for new in batch.new_rows]
+            self._thresholds[rows] = to_device(thresholds, device, torch.float32)
 
-    def observe(self, result: HostResult) -> None:
-        """Tells the length policy how many tokens of the oldest unread step were accepted."""
-        step = self._unread.popleft()
-        accepted = self._lookahead.accepted(
-            step.rows, step.plan, result.accept_lens, result.num_drafts
-        )
-        if step.was_chosen:
-            self._policy.observe(accepted, result.tier)
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        config, lookahead = self._config, self._lookahead
-        longest = None
-        if config.trims_rows:
-            longest = int(self._state.pending_lens[batch.rows].max())
-        budget = self._budget(batch, longest)
-        limit = config.max_k if budget is None else budget.limit
-        plan = lookahead.plan(batch, limit, longest)
-        num_rows = None if budget is None else budget.num_rows
-        if config.packs_rows and num_rows is not None and not plan.counts.is_plain:
-            plan = plan.packed(batch, num_rows)
-        self._unread.append(_Unread(batch.rows, plan, budget is not None))
-        is_unconfirmed = not all(plan.counts.emits_only_confirmed)
-        return RowPlan(
-            plan.counts,
-            max_pending=max(plan.max_pending),
-            max_accepted=max(1, *plan.max_accepted),
-            lookahead_token=config.mask_token_id,
-            wants_probs=not plan.counts.is_plain
-            and any(lookahead.host_thresholds[row] > 0 for row in batch.rows),
-            accepts_unconfirmed=self._ops.num_confident if is_unconfirmed else None,
-            tier=0 if budget is None else limit,
-        )
+    def num_unconfirmed(self, chosen: ChosenTokens) -> torch.Tensor:
+        return self._ops.num_confident(chosen)
 
     def extend(self, step: ComputedStep) -> None:
         """The drafts are what the target chose after its mask tokens."""
@@ -157,17 +185,14 @@ class MaskDrafter:
         if self._config.bypasses_graphs and not step.forward.used_graph:
             self._warn_of_bypass(step)
 
-    def propose(self, step: ExtendedStep) -> None:
-        """Nothing: the step itself has given the drafts."""
-
     def _warn_of_bypass(self, step: ComputedStep) -> None:
         """Warns once, of the first request whose look-ahead ran without a graph."""
-        looks_ahead = self._unread[-1].plan.looks_ahead
-        if self._has_warned or not any(looks_ahead):
+        batch, predicted = step.batch, step.plan.counts.num_predicted
+        index = next((index for index, count in enumerate(predicted) if count > 1), None)
+        if self._has_warned or index is None:
             return
         self._has_warned = True
-        index, batch = looks_ahead.index(True), step.batch
-        has_threshold = self._lookahead.host_thresholds[batch.rows[index]] > 0
+        has_threshold = bool(self._thresholds[batch.rows[index]] > 0)
         logger.warning(
             "--disable-mtp-cuda-graph: steps of several rows run without CUDA graphs"
             " (decode_q_len_per_req=%d, mtp_phase=%s, mtp_strategy_kind=%s).",
@@ -175,15 +200,3 @@ class MaskDrafter:
             "seed" if batch.num_prompt_tokens[index] else "steady",
             "conf_adapt" if has_threshold else "static",
         )
-
-    def _budget(self, batch: ScheduleBatch, longest_pending: int | None) -> Budget | None:
-        """Returns what the policy grants requests whose length it may choose; None where none of
-        them looks ahead."""
-        rows = self._lookahead
-        if not any(
-            emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)
-            for row, emits in zip(batch.rows, batch.emits, strict=True)
-        ):
-            return None
-        is_packed = self._config.packs_rows
-        return self._policy.choose(rows.upcoming_step(batch, longest_pending, is_packed))

@@ -18,7 +18,7 @@ from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
 from sglang.srt.speculative.confirm import Confirm, ConfirmByThresholds, ConfirmSoMany
-from sglang.srt.speculative.drafter import ComputedStep, Drafter, DrafterParts, DrafterType
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, DrafterType, PlannedDrafter
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 from sglang.srt.step.kv_canary import KVCanary
@@ -83,7 +83,7 @@ def make_worker(
     runners: RunnerGroup,
     drafter: DrafterConfig | None,
     prices: PriceTable | None = None,
-    on_step: Callable[[ComputedStep], None] | None = None,
+    on_step: Callable[[ComputedStep], object] | None = None,
     checks_kv: bool = False,
     simulated_accept_len: float | None = None,
 ) -> Worker:
@@ -112,12 +112,12 @@ def make_worker(
     )
     for runner in runners.runners:
         runner.checks.clear()  # of a worker that was made before
-    made: Drafter | None = None
+    made: PlannedDrafter | None = None
     clock: StepClock | None = None
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
         clock = step_clock(needs, target.device)
-        made = kind.make(DrafterParts(drafter.options, runners, state, prices, clock))
+        made = kind.make(DrafterParts(drafter.options, runners, state, prices, clock is not None))
     if checks_kv:  # from here on: a drafter may have measured steps of no request
         check_kv(runners, state, needs.token_shift)
     confirm: Confirm | None = _simulated(simulated_accept_len, needs, state.committed.device)

@@ -33,7 +33,7 @@ class BatchResultProcessor:
         send: takes the news of a step, to the detokenizer.
         stream_interval: tokens per chunk of a stream, for requests that say nothing else.
         on_step_read: is told, before the news are sent, what the step did to each of its requests
-            that had not ended before.
+            that had not ended before, and the step's result.
 
     Attributes:
         num_generated: tokens of outputs since the start.
@@ -44,7 +44,7 @@ class BatchResultProcessor:
         lifecycle: RequestLifecycle,
         send: Callable[[BatchTokenIDOutput], None],
         stream_interval: int,
-        on_step_read: Callable[[Sequence[RequestStep]], None] | None = None,
+        on_step_read: Callable[[Sequence[RequestStep], HostResult], None] | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._send = send
@@ -84,7 +84,7 @@ class BatchResultProcessor:
                 if self._on_step_read is not None:
                     request_steps.append(_request_step(index, row, num_emitted, num_kept))
         if self._on_step_read is not None:
-            self._on_step_read(request_steps)
+            self._on_step_read(request_steps, result)
         self.flush()
         self._lifecycle.publish_prompts(read_prompts)
         for row in step.rows:

@@ -20,7 +20,7 @@ class AdaptiveController:
     the next draft on.
     """
 
-    needs_prices = reads_lengths = may_rest = rests = False
+    needs_prices = reads_lengths = reads_matches = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class DraftSteps:
 def drafts_of_requests(
     batch: ScheduleBatch, max_accepted: int, num_steps: int, num_drafts: int
 ) -> list[int]:
-    """R counts of drafts (`RowPlan.next_drafts`): as many of each request that drafts, 0 of others.
+    """R counts of drafts (`StepPlan.next_drafts`): as many of each request that drafts, else 0.
 
     A request drafts if the step emits tokens of it and it has slots for all draft steps, however
     many rows the step keeps. All others are left out, such as prompts that are read in chunks and
@@ -85,7 +85,7 @@ def drafts_of_requests(
     row's end, which has no slots.
 
     Args:
-        max_accepted: see `RowPlan`.
+        max_accepted: see `StepPlan`.
         num_steps: slots that draft steps need.
     """
     slots = zip(batch.emits, batch.num_prompt_tokens, batch.max_q_lens, strict=True)
@@ -97,7 +97,7 @@ def drafts_of_requests(
 
 def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: int) -> DraftSteps:
     """The draft steps after a step of the target, of the requests that are to have drafts
-    (`RowPlan.next_drafts`), one at least. Nothing here waits for the device."""
+    (`StepPlan.next_drafts`), one at least. Nothing here waits for the device."""
     batch, table = step.batch, page_table.req_to_token
     requests = [i for i, count in enumerate(step.plan.next_drafts) if count]
     bounds = []

@@ -1,8 +1,10 @@
-"""The contract of what proposes drafts. A worker is a target model and one drafter, or none.
+"""The contract of what proposes drafts. A worker is a target model and one drafter, or none. A
+drafter has a planner (`lookahead/contract.py`), which decides on the host; it does what plans say.
 
 A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs/architecture.md:
 
-1. `plan`: the drafter says what each request may feed and read, from what the host knows.
+1. The planner says what each request may feed and read, from what the host knows. `prepare`: the
+   drafter writes to the device what the plan needs there.
 2. The rows are laid out on the device, the target runs, and its own token after each row read is
    chosen. The drafts of a request are its pending tokens but the first, which is certain.
 3. Drafts that equal the target's tokens are confirmed, along a chain or a path of a tree, and the
@@ -10,67 +12,27 @@ A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs
 4. `extend`: the drafter's own models run over the rows that the target was fed.
 5. `propose`: the drafter writes drafts after the new certain token, for the next step.
 
-Nothing of this waits for the device; `observe` hears each result one step later.
+Nothing of this waits for the device; the planner observes each result one step later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.contract import PlainPlanner, Planner, StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_options import DrafterNeeds
-from sglang.srt.step.forward_inputs import NO_TOKEN
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_clock import StepClock
 from sglang.srt.step.step_ops import AcceptedTokens, RowLayout, StepCounts
-from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
-
-
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """The rows that a step of R requests feeds and reads, as far as the host knows.
-
-    Attributes:
-        counts: rows, of each request the most.
-        max_pending: pending rows of any request that the target may confirm, the certain token's
-            counted, at most.
-        max_accepted: tokens that any request may be given, at most.
-        lookahead_token: what rows after the pending tokens feed.
-        wants_probs: the drafter looks at `ComputedStep.probs`.
-        wants_paths: of trees, results carry the confirmed paths (`GenerationBatchResult.paths`).
-        accepts_unconfirmed: for unverified requests (see `StepCounts`): tokens accepted, [R] int64,
-            at least 1, from the step's choice; ignored for others. None: no such requests.
-        tier: what a length policy chose; results carry it.
-        next_drafts: R counts of drafts that `propose` gives, where the host knows them; empty: it
-            does not.
-        rests: the drafter's models are left out of the step, which no drafts follow.
-    """
-
-    counts: StepCounts
-    max_pending: int = 1
-    max_accepted: int = 1
-    lookahead_token: int = NO_TOKEN
-    wants_probs: bool = False
-    wants_paths: bool = False
-    accepts_unconfirmed: Callable[[ChosenTokens], torch.Tensor] | None = None
-    tier: int = 0
-    next_drafts: Sequence[int] = ()
-    rests: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Tells whether no request looks ahead."""
-        return self.counts.is_plain
+from sglang.srt.step.worker import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +43,7 @@ class ChosenTokens:
         layout: the step's rows; `layout.reads` says which row each token follows.
         targets: [S] int64; once drafts are confirmed, the token to emit after each row kept.
         probs: [S] float32; probability of each row's best token; None unless
-            `RowPlan.wants_probs`.
+            `StepPlan.wants_probs`.
     """
 
     layout: RowLayout
@@ -101,7 +63,7 @@ class ComputedStep:
     """
 
     batch: ScheduleBatch
-    plan: RowPlan
+    plan: StepPlan
     state: RequestRows
     inputs: ForwardBatch
     forward: ForwardResult
@@ -122,7 +84,7 @@ class ExtendedStep:
     """
 
     batch: ScheduleBatch
-    plan: RowPlan
+    plan: StepPlan
     state: RequestRows
     rows: torch.Tensor
     output: torch.Tensor | None
@@ -137,15 +99,61 @@ class DrafterParts:
         runners: of the target and, after it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where none are measured.
-        clock: times the worker's steps where `DrafterNeeds.times_steps` asks for it and the device
-            can tell; times pile up until they are taken (`StepClock.ended`).
+        is_timed: records of steps have times (`StepRecord.time`).
     """
 
     options: Any
     runners: RunnerGroup
     state: RequestRows
     prices: PriceTable | None = None
-    clock: StepClock | None = None
+    is_timed: bool = False
+
+
+class Drafter(Protocol):
+    """Proposes drafts on the device, as plans say. It owns no KV pages: what it writes to a pool of
+    its own lies after the slots of the same requests."""
+
+    def lens(self) -> torch.Tensor | None:
+        """[N] int64; a length of each row of the page table that plans go by, as the last step
+        leaves it. None: they go by none."""
+        return None
+
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        """Writes what new requests and the plan need, before the step is launched."""
+        return
+
+    def num_unconfirmed(self, chosen: ChosenTokens) -> torch.Tensor:
+        """Tokens that unverified requests (see `StepCounts`) are given of a step whose plan says so
+        (`StepPlan.accepts_unconfirmed`): [R] int64, at least 1; ignored for others."""
+        raise AssertionError("No plan for this drafter says so.")
+
+    def extend(self, step: ComputedStep) -> torch.Tensor | None:
+        """Takes what it needs of a step: models of its own run over the same rows. Called for every
+        step, but for those that replay a graph of it (`DrafterNeeds.rounds`).
+
+        Returns:
+            [R, width]; what `propose` needs of each request, of the same width and dtype in all
+            steps. None: nothing.
+        """
+        return None
+
+    def propose(self, step: ExtendedStep) -> None:
+        """Writes drafts after the certain token of requests that emitted
+        (`StepOps.write_drafts`). Called for every step, also for those without drafts, but for
+        those that replay a graph of it (`DrafterNeeds.rounds`)."""
+        return
+
+
+class NoDrafts(Drafter):
+    """Proposes nothing: steps are the target's alone."""
+
+
+class PlannedDrafter(NamedTuple):
+    """Two halves of one kind: one decides on the host, the other does it on the device. By default
+    nothing is drafted."""
+
+    planner: Planner = PlainPlanner()
+    drafter: Drafter = NoDrafts()
 
 
 class DrafterType(Protocol):
@@ -160,44 +168,13 @@ class DrafterType(Protocol):
     def models(self, options: Any, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
         """Further models, each with a KV pool of its own behind the target's page table."""
 
-    def make(self, parts: DrafterParts) -> Drafter:
-        """Makes the drafter once the models are there."""
-
-
-class Drafter(Protocol):
-    """Proposes drafts. It owns no KV pages: what it writes to a pool of its own lies after the
-    slots of the same requests."""
-
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        """Rows that a request with these parameters needs per step."""
-
-    def admit(self, new_rows: list[NewRow]) -> None:
-        """Requests that have just got a row, before the first step with them is planned."""
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        """Plans what the next step feeds and reads. The step before has not been read yet."""
-
-    def extend(self, step: ComputedStep) -> torch.Tensor | None:
-        """Takes what it needs of a step: models of its own run over the same rows. Called for every
-        step, but for those that replay a graph of it (`DrafterNeeds.rounds`).
-
-        Returns:
-            [R, width]; what `propose` needs of each request, of the same width and dtype in all
-            steps. None: nothing.
-        """
-
-    def propose(self, step: ExtendedStep) -> None:
-        """Writes drafts after the certain token of requests that emitted
-        (`StepOps.write_drafts`). Called for every step, also for those without drafts, but for
-        those that replay a graph of it (`DrafterNeeds.rounds`)."""
-
-    def observe(self, result: HostResult) -> None:
-        """Hears the result of the oldest step that it has not heard of."""
+    def make(self, parts: DrafterParts) -> PlannedDrafter:
+        """Makes both halves once the models are there."""
 
 
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
-) -> RowPlan:
+) -> StepPlan:
     """The plan of a step in which prompts are fed, and every other request feeds its certain token
     and its drafts, of which the host knows how many there are. It is plain where there are none.
 
@@ -207,9 +184,14 @@ def plan_of_drafts(
     """
     most = max(num_drafts)
     if most == 0:
-        return RowPlan(StepCounts.plain(batch))
+        return StepPlan(counts=StepCounts.plain(batch), num_drafts=num_drafts)
     accepted = most if max_confirmed is None else min(most, max_confirmed)
-    return RowPlan(_counts(batch, num_drafts), max_pending=1 + most, max_accepted=1 + accepted)
+    return StepPlan(
+        counts=_counts(batch, num_drafts),
+        max_pending=1 + most,
+        max_accepted=1 + accepted,
+        num_drafts=num_drafts,
+    )
 
 
 def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:

@@ -53,7 +53,7 @@ class DrafterNeeds:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
         num_steps: initial draft depth, reported to clients (`speculative_num_steps`); 0 if it
-            varies. `RowPlan.tier` is the present one.
+            varies. `StepPlan.tier` is the present one.
         tiers: all numbers that it may become, for people to know.
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
             steps write after the rows that the target keeps (`speculative/draft_steps.py`).
@@ -75,7 +75,7 @@ class DrafterNeeds:
         rounds: numbers of drafts that every request may verify, and be given, in steps that may be
             captured, each with the batch sizes that have it. Then `extend` and `propose` do nothing
             on the host that depends on more than these numbers, and the plan of a step has
-            `RowPlan.next_drafts`. Empty: no step may be.
+            `StepPlan.next_drafts`. Empty: no step may be.
         proposes_without_output: `propose` gives drafts also where `extend` gave nothing.
     """
 

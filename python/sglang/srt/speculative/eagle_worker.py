@@ -13,10 +13,10 @@ import torch
 
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import load
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import (
     DraftSteps,
@@ -24,24 +24,29 @@ from sglang.srt.speculative.draft_steps import (
     plan_draft_steps,
     rows_of_requests,
 )
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    Drafter,
+    DrafterParts,
+    ExtendedStep,
+    PlannedDrafter,
+)
 from sglang.srt.speculative.drafter_configs import EagleConfig
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
-from sglang.srt.speculative.left_out import LeftOutTokens
+from sglang.srt.speculative.left_out import LeftOutRows, LeftOutTokens
 from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import Q_LEN, Q_START
-from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
 
 TOPK = 1  # drafts that follow each one of a chain
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Every request proposes a chain, whatever its parameters are, or every request a tree. All
     chains of a step have the same length, from 0 on: its tier. All trees have the same shape."""
 
@@ -59,11 +64,8 @@ class EagleDrafter:
         self._rounds = options.rounds
         self._is_asked = parts.state.confidence is not None  # how sure it is of its drafts
         self._left_out: LeftOutTokens | None = None
-        lacks_tokens = None
         if self._runner.config.may_rest:
             self._left_out = LeftOutTokens(self._table, self._runner.kv_pool, parts.state)
-            lacks_tokens = self._left_out.lacks_tokens
-        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts), lacks_tokens)
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -83,25 +85,16 @@ class EagleDrafter:
         return (replace(target, model=options.head, draft_steps=steps, may_rest=may_rest),)
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> EagleDrafter:
-        return cls(parts)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        may_rest = parts.runners.runners[1].config.may_rest
+        left_out = LeftOutRows() if may_rest else None
+        prices = measured_rounds(parts)
+        planner = RoundPlanner(parts.options.rounds, parts, prices, left_out)
+        return PlannedDrafter(planner, cls(parts))
 
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        return self._rounds.step_width
-
-    def admit(self, new_rows: list[NewRow]) -> None:
-        self.planner.admit(new_rows)
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         if self._left_out is not None:
-            self._left_out.admit(new_rows)
-
-    def observe(self, result: HostResult) -> None:
-        self.planner.observe(result)
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        plan = self.planner.plan(batch)
-        if self._left_out is not None:
-            self._left_out.plan(batch, plan)
-        return plan
+            self._left_out.prepare(batch, plan)
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         if self._left_out is not None:

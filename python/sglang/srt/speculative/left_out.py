@@ -1,4 +1,4 @@
-"""Tokens that a drafter's model was not fed, since it was left out of steps (`RowPlan.rests`).
+"""Tokens that a drafter's model was not fed, since it was left out of steps (`StepPlan.rests`).
 
 It has no KV of them, so of each row it sees those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Its pool marks their slots (`left_out`): a cached prefix may have
@@ -12,10 +12,38 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.device_copies import to_device
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.speculative.drafter import ComputedStep, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
+
+
+class LeftOutRows:
+    """Keeps for a planner whose tokens were left out."""
+
+    def __init__(self) -> None:
+        self._behind = set[int]()  # rows of requests whose last tokens were left out
+        self._lacking = set[int]()  # and of those whose earlier ones were
+
+    def lacks_tokens(self, rows: Sequence[int]) -> bool:
+        """Tells whether tokens of a request were left out since it got its row."""
+        return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
+
+    def admit(self, row: int) -> None:
+        """A request has just got a row."""
+        self._behind.discard(row)
+        self._lacking.discard(row)
+
+    def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
+        """Hears of a step whether it leaves tokens out. Returns `StepPlan.fed_again`."""
+        if rests:
+            self._behind.update(rows)
+            return []
+        fed = self._behind.intersection(rows)
+        self._behind -= fed
+        self._lacking |= fed
+        return sorted(fed)
 
 
 class LeftOutTokens:
@@ -32,32 +60,16 @@ class LeftOutTokens:
         self._marks = pool.left_out[:, 0]  # [slots]
         self._table = table.req_to_token
         self._state = state
-        self._behind = set[int]()  # rows of requests whose last tokens were left out
-        self._lacking = set[int]()  # and of those whose earlier ones were
         self._any_marked = False
 
-    def lacks_tokens(self, rows: Sequence[int]) -> bool:
-        """Tells whether tokens of a request were left out since it got its row."""
-        return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
-
-    def admit(self, new_rows: list[NewRow]) -> None:
-        """Requests that have just got a row."""
-        for rows in (self._behind, self._lacking):
-            rows.difference_update(new.row for new in new_rows)
-        if self._any_marked and new_rows:
-            # Not `self._starts[rows] = 0`, for which torch 2.11 waits for the device.
-            self._starts.index_fill_(0, self._on_device([new.row for new in new_rows]), 0)
-
-    def plan(self, batch: ScheduleBatch, plan: RowPlan) -> None:
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         """Before a step is launched. From its first row on, a request whose last tokens were left
         out is fed all again."""
-        if plan.rests:
-            self._behind.update(batch.rows)
-            return
-        if fed := self._behind.intersection(batch.rows):
-            self._behind -= fed
-            self._lacking |= fed
-            rows = self._on_device(sorted(fed))
+        if self._any_marked and batch.new_rows:
+            # Not `self._starts[rows] = 0`, for which torch 2.11 waits for the device.
+            self._starts.index_fill_(0, self._on_device([new.row for new in batch.new_rows]), 0)
+        if plan.fed_again:
+            rows = self._on_device(plan.fed_again)
             self._starts[rows] = self._state.committed[rows]
 
     def leave_out(self, slots: torch.Tensor) -> None:
@@ -78,5 +90,5 @@ class LeftOutTokens:
                 ends = torch.arange(1, new.num_committed + 1, device=slots.device)
                 self._starts[new.row] = (ends * self._marks[slots]).amax()
 
-    def _on_device(self, rows: list[int]) -> torch.Tensor:
+    def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
         return to_device(rows, self._starts.device, torch.int64)

@@ -8,11 +8,12 @@ accepted should go.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from sglang.srt.lookahead.contract import Budget, Stakes
 from sglang.srt.speculative.acceptance_estimate import (
     FORGETTING_STEPS,
     Estimate,
@@ -21,7 +22,7 @@ from sglang.srt.speculative.acceptance_estimate import (
     share_with_drafts,
     with_draftless_steps,
 )
-from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
@@ -51,9 +52,8 @@ class LengthPolicy(Protocol):
         """Returns how far adjustable requests may look ahead in the next step. Called where one
         does."""
 
-    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
-        """The outcome of the oldest step that was chosen for and has not been observed; `tier` is
-        the limit that was chosen."""
+    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
+        """The outcome of a step, in order, and what was granted it."""
 
 
 class FullLength:
@@ -66,23 +66,8 @@ class FullLength:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(upcoming.longest)
 
-    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
+    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
         """Learns nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step that is under way.
-
-    Attributes:
-        extra_ms: its price beyond the plain one.
-        token_ms: what a token is worth.
-        counts: whether its gain or loss goes to the trial budget; a trial is paid for in advance.
-    """
-
-    extra_ms: float
-    token_ms: float
-    counts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +125,6 @@ class LoadAwareLength:
         self._prices = prices
         self._max_k = max_k
         self._survival: dict[Kind, Survival] = {}
-        self._steps: deque[_Step] = deque()
         self._budget_ms: float | None = None
         self._options_of: tuple[Hashable, _Options] | None = None
         self._options_age = self._num_trials = 0
@@ -167,15 +151,18 @@ class LoadAwareLength:
         if limit > 1 or not upcoming.is_plain:
             chosen, plain = self._current_shape(upcoming, limit), upcoming.plain_shape()
             extra_ms = self._price(chosen) - self._price(plain)
-        self._steps.append(_Step(extra_ms, options.plain_token_ms, not self._is_trial))
+        stakes = Stakes(extra_ms, options.plain_token_ms, not self._is_trial)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._of(kind).forget(limit)
         self._trial_loss_ms *= 1.0 - 1.0 / FORGETTING_STEPS
         self._trial_gain_ms *= 1.0 - 1.0 / FORGETTING_STEPS
-        return Budget(limit, self._num_rows(upcoming, limit) if upcoming.is_packed else None)
+        num_rows = self._num_rows(upcoming, limit) if upcoming.is_packed else None
+        return Budget(limit, num_rows, stakes)
 
-    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
-        step = self._steps.popleft()
+    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
+        stakes = budget.stakes
+        assert stakes is not None, "A step that was not chosen for."
+        assert self._budget_ms is not None
         num_adjustable = num_tokens = 0
         alike = Counter(entry[:4] for entry in accepted)
         for (kind, is_adjustable, tried, taken), count in alike.items():
@@ -186,13 +173,12 @@ class LoadAwareLength:
                 self._of(kind).record(tried, taken, count)
                 self._num_trials += count * (tried > 1)
             self._num_tokens += count * taken
-        assert self._budget_ms is not None, "A step that was not chosen for."
         gained_ms = 0.0
         if num_tokens > num_adjustable:
             gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
-            gained_ms = gained * step.token_ms
-        if step.counts:
-            self._budget_ms += gained_ms - step.extra_ms
+            gained_ms = gained * stakes.token_ms
+        if stakes.counts:
+            self._budget_ms += gained_ms - stakes.extra_ms
         elif self._trial_loss_ms:
             self._trial_gain_ms += gained_ms
             self._refund()

@@ -10,7 +10,7 @@ match is that of its first branch, the longest one.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
@@ -116,7 +116,7 @@ class MatchedTier:
     after matches that are thought to be of no use are tried now and then.
     """
 
-    needs_prices = True
+    needs_prices = reads_matches = True
     reads_lengths = may_rest = rests = False
 
     @staticmethod
@@ -132,21 +132,10 @@ class MatchedTier:
         kind = _NodeChances if options.has_trees else _ChainChances
         self._chances = [kind(options.max_drafts, prior) for prior in PRIORS]
         self._allowance_ms = 0.0
-        self._match_lens: Sequence[int] = ()
         self.settled = 0
 
-    def tell(self, match_lens: Sequence[int]) -> None:
-        """The matches of the requests that `choose` is asked for next, as far as they are known."""
-        self._match_lens = match_lens
-
-    def learn(self, verified: Iterable[tuple[int, int, Collection[int]]]) -> None:
-        """Learns from verified drafts: the length of the match that they followed, how many were
-        fed, and the places of the right ones among these."""
-        for match_len, num_fed, places in verified:
-            self._chances[class_of(match_len)].record(num_fed, places)
-
     def choose(self, upcoming: UpcomingRound) -> int:
-        lengths = self._lengths()
+        lengths = self._lengths(upcoming.match_lens)
         costs = costs_of_tiers(self._prices, upcoming, self._tiers, lengths)
         best = best_tier(lengths, costs, self._least_gain)
         held = self.settled
@@ -156,9 +145,9 @@ class MatchedTier:
         self.settled = best
         return self._with_probes(costs, best)
 
-    def _lengths(self) -> list[float]:
+    def _lengths(self, match_lens: Sequence[int]) -> list[float]:
         """Tokens that a request is expected to be given with 0, 1, ... drafts, on average."""
-        classes = [class_of(match_len) for match_len in self._match_lens] or [0]
+        classes = [class_of(match_len) for match_len in match_lens] or [0]
         by_class = {each: self._chances[each].lengths() for each in set(classes)}
         sums = (sum(entry) for entry in zip(*(by_class[each] for each in classes), strict=True))
         return [total / len(classes) for total in sums]
@@ -175,4 +164,5 @@ class MatchedTier:
         return probed
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Learns from `learn`, which knows of matches."""
+        for match_len, num_fed, places in outcome.matched:
+            self._chances[class_of(match_len)].record(num_fed, places)

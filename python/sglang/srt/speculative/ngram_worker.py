@@ -13,25 +13,28 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import load
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    Drafter,
+    DrafterParts,
+    ExtendedStep,
+    PlannedDrafter,
+)
 from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
-from sglang.srt.speculative.ngram_tier import MatchedTier
-from sglang.srt.speculative.ngram_watch import MatchWatch
 from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import AcceptedTokens
-from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
 
 # 1.5 MB on a GPU, so that its cache holds them; a CPU searches fewer in as much time.
 DEFAULT_CAPACITY = {"cpu": 2048, "cuda": 131_072}
@@ -48,7 +51,7 @@ def num_branches(
     return most - (2 * (most - least) * beyond + span) // (2 * span)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Every request that drafts gives as many drafts as the step's tier says, unless a budget of
     the corpus leaves it fewer. One whose last tokens stood nowhere before repeats its last one: its
     rows are fed anyway."""
@@ -57,7 +60,6 @@ class NgramDrafter:
         options: NgramConfig = parts.options
         self._state = parts.state
         self._step_ops = parts.runners.target.step_ops
-        self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
         self.memory = NgramMemory(parts.state, capacity, options.corpus)
         kind = load(parts.runners.target.operations.ngrams)
@@ -75,14 +77,9 @@ class NgramDrafter:
             self._trees = BranchConfidence(num_rows, most, padding, device, budget)
         elif state.confidence is not None:
             self._chains = MatchConfidence(num_rows, most, padding, device)
-        prices = None
-        if options.rounds.needs_prices and parts.prices is not None:
-            num_rows = parts.runners.memory.table.num_rows
-            prices = MeasuredRounds(parts.prices, _free_drafts(most), max_requests=num_rows)
-        self.planner = RoundPlanner(options.rounds, parts, prices)
-        self._watch: MatchWatch | None = None
-        if isinstance(self.planner.policy, MatchedTier):
-            self._watch = MatchWatch(self.planner.policy, parts.state)
+        self._match_lens: torch.Tensor | None = None  # [N] int64, by row; None: no one asks
+        if options.rounds.policy.reads_matches:
+            self._match_lens = torch.zeros(len(state.tokens), dtype=torch.int64, device=device)
 
     @staticmethod
     def needs(options: NgramConfig) -> DrafterNeeds:
@@ -103,28 +100,24 @@ class NgramDrafter:
         return ()
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> NgramDrafter:
-        return cls(parts)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        rounds, prices = parts.options.rounds, None
+        if rounds.needs_prices and parts.prices is not None:
+            free, num_rows = _free_drafts(rounds.num_steps), parts.runners.memory.table.num_rows
+            prices = MeasuredRounds(parts.prices, free, max_requests=num_rows)
+        return PlannedDrafter(RoundPlanner(rounds, parts, prices), cls(parts))
 
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        return self._step_width
+    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        self.memory.admit(batch.new_rows)
 
-    def admit(self, new_rows: list[NewRow]) -> None:
-        self.memory.admit(new_rows)
-        self.planner.admit(new_rows)
+    def lens(self) -> torch.Tensor | None:
+        """Lengths of the matches that the pending drafts follow."""
+        return self._match_lens
 
-    def observe(self, result: HostResult) -> None:
-        if self._watch is not None:
-            self._watch.observe(result)
-        self.planner.observe(result)
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        if self._watch is not None:
-            self._watch.plan(batch)
-        plan = self.planner.plan(batch)
-        if self._watch is None or self._trees is None or plan.is_plain:
-            return plan
-        return replace(plan, wants_paths=True)
+    def _note(self, rows: torch.Tensor, match_lens: torch.Tensor) -> None:
+        """The matches of rows [R] are so long, [R] int64."""
+        if self._match_lens is not None:
+            self._match_lens[rows] = match_lens
 
     def extend(self, step: ComputedStep) -> None:
         """There is no model; what became of the drafts is learnt."""
@@ -136,8 +129,8 @@ class NgramDrafter:
         rows = step.rows
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
-            if self._watch is not None:
-                self._watch.note(rows, self._ops.find(rows, 1).match_lens)
+            if self._match_lens is not None:
+                self._note(rows, self._ops.find(rows, 1).match_lens)
         elif self._trees is None:
             self._propose_chains(rows, num_drafts, _counts(step, num_drafts))
         else:
@@ -157,8 +150,7 @@ class NgramDrafter:
     def _propose_chains(self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor) -> None:
         """For those of rows [R] whose counts [R] are not 0."""
         found, confidence = self._ops.find(rows, num_drafts), None
-        if self._watch is not None:
-            self._watch.note(rows, found.match_lens)
+        self._note(rows, found.match_lens)
         counts = self._within_budget(counts, found)
         if self._chains is not None:
             confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
@@ -182,8 +174,7 @@ class NgramDrafter:
         for _ in range(self._most_branches):
             taken = torch.stack([each.tokens[:, 0] for each in found], 1) if found else None
             found.append(self._ops.find(rows, options.rounds.num_steps, taken))
-        if self._watch is not None:
-            self._watch.note(rows, found[0].match_lens)
+        self._note(rows, found[0].match_lens)
         match_lens = torch.stack([each.match_lens for each in found], 1)
         breadths = options.min_breadth, options.breadth
         wanted = num_branches(match_lens[:, :1], *breadths, options.limits)
@@ -206,8 +197,8 @@ NGRAMWorker = NgramDrafter
 
 
 def _counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:
-    """[R] int64; drafts that each request is given: `RowPlan.next_drafts`, on the device. Where all
-    get as many, nothing is copied there."""
+    """[R] int64; drafts that each request is given: `StepPlan.next_drafts`, on the device. Where
+    all get as many, nothing is copied there."""
     planned = step.plan.next_drafts
     if all(count == num_drafts for count in planned):
         return torch.full_like(step.rows, num_drafts)

@@ -9,18 +9,19 @@ nodes, and that is their tier. `TileSpec` may then cut the step to the drafts th
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
+from sglang.srt.lookahead.contract import PlannedRound, StepPlan, StepRecord
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import drafts_of_requests
-from sglang.srt.speculative.drafter import DrafterParts, RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
+from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.prompt_mix import PromptMix
 from sglang.srt.speculative.request_ends import RequestEnds
 from sglang.srt.speculative.request_mix import RequestMix
-from sglang.srt.speculative.round_options import RoundOptions, SpecRuntimeState
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import (
@@ -29,6 +30,7 @@ from sglang.srt.speculative.tier_policy import (
     same_size,
 )
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
+from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
@@ -38,12 +40,10 @@ class RoundPlanner:
     Attributes:
         policy: chooses how many drafts requests get.
         tile_spec: cuts steps to the drafts that pay; None: all are verified.
-        states: of all tiers.
 
     Args:
         prices: of rounds; None where nothing goes by them.
-        lacks_tokens: whether the drafter's model, which can be left out of steps, was not fed all
-            tokens of requests with these rows; None: it is fed all.
+        left_out: the tokens that the drafter's model was not fed; None: it is fed all.
     """
 
     def __init__(
@@ -51,51 +51,57 @@ class RoundPlanner:
         options: RoundOptions,
         parts: DrafterParts,
         prices: MeasuredRounds | None,
-        lacks_tokens: Callable[[Sequence[int]], bool] | None = None,
+        left_out: LeftOutRows | None = None,
     ) -> None:
         self.tile_spec: TileSpec | None = None
         self._times: RoundTimes | None = None
         policy_prices: RoundPrices | None = prices
         packs_in_graphs = parts.runners.target.config.capabilities.reads_q_starts
-        if prices is not None and parts.clock is not None:
-            self._times = RoundTimes(prices, parts.clock, packs_in_graphs)
+        if prices is not None and parts.is_timed:
+            self._times = RoundTimes(prices, packs_in_graphs)
         if options.tile_spec_cache is not None:
             assert prices is not None, "Rows go by prices, and none were measured."
-            confidence = parts.state.confidence
-            assert confidence is not None, "Rows are divided by them (DrafterNeeds.max_masks)."
             tables = RoundTables(prices, packs_in_graphs)
             fixed = options.tile_spec_drafts
-            self.tile_spec = TileSpec(tables, confidence.drafts, fixed, options.has_trees)
+            self.tile_spec = TileSpec(tables, fixed, options.has_trees)
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        self._lacks_tokens = lacks_tokens
-        feed_ms = prices.feed_ms if prices is not None and lacks_tokens is not None else None
+        self._left_out = left_out
+        feed_ms = prices.feed_ms if prices is not None and left_out is not None else None
         is_timed = self._times is not None
         tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms, is_timed)
         self.policy = options.policy(tier_parts)
-        self.states: Mapping[int, SpecRuntimeState] = options.states
-        self._options = options
+        self._options, self._step_width = options, options.step_width
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
         self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
-        self._next_round = _Round(self.policy.settled, 0)
-        self._launched = deque[_Launched]()  # steps that have not been read
+        self._next_round = PlannedRound(self.policy.settled, 0)
+        self._reads_matches = options.policy.reads_matches
+        self._num_unread = 0  # launched steps
         self._ends = RequestEnds(num_rows)
+        self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
         self._num_late = 0  # steps that are launched before the one before them is read
 
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        """See `Planner`; the same whatever the parameters are."""
+        return self._step_width
+
     def admit(self, new_rows: list[NewRow]) -> None:
-        """See `Drafter`."""
+        """See `Planner`."""
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
+            if self._left_out is not None:
+                self._left_out.admit(new.row)
             self._ends.admit(new.row, new.params.max_new_tokens)
             if self._requests is not None:
                 self._requests.admit(new.row)
 
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         """Plans what a step feeds, and how many drafts are proposed after it
-        (`RowPlan.next_drafts`)."""
+        (`StepPlan.next_drafts`); lens are of the matches that drafts follow."""
+        self._num_unread += 1
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
@@ -104,36 +110,44 @@ class RoundPlanner:
         if has_decodes:
             num_prompts = len(batch.rows) - batch.num_prompt_tokens.count(0)
             self._prompts.observe(num_prompts, sum(batch.num_prompt_tokens), not all(batch.emits))
-        decoding = self._next_round if has_decodes else None
-        self._launched.append(_Launched(decoding, batch.rows, num_drafts))
+        decoding, tier = self._next_round if has_decodes else None, self._next_round.tier
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
-        plan = replace(plan, tier=self._next_round.tier)
         if self.tile_spec is not None:
-            is_probe = max(num_drafts) > self._options.num_drafts(self._next_round.tier)
-            plan = self.tile_spec.cut(batch, num_drafts, plan, is_probe)
-        next_drafts = self._next_drafts(batch, plan.max_accepted)
+            is_probe = max(num_drafts) > self._options.num_drafts(tier)
+            plan = self.tile_spec.cut(batch, plan, is_probe)
+        next_drafts = self._next_drafts(batch, plan.max_accepted, lens)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         is_idle = max(num_drafts) == max(next_drafts) == 0
         # A step of chunks alone has no decodes, which are what the head delays.
-        can_rest = self._lacks_tokens is not None and is_idle and any(batch.emits)
+        left_out = self._left_out
+        can_rest = left_out is not None and is_idle and any(batch.emits)
         rests = can_rest and self.policy.rests
-        plan = replace(plan, next_drafts=next_drafts, rests=rests)
+        of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
+        plan = replace(
+            plan,
+            tier=tier,
+            round=decoding,
+            next_drafts=next_drafts,
+            rests=rests,
+            fed_again=() if left_out is None else left_out.plan(batch.rows, rests),
+            wants_paths=plan.wants_paths or of_trees,
+        )
         if self._times is not None:
-            self._times.expect(batch, plan, max(num_drafts))
+            plan = replace(plan, expected=self._times.expected(batch, plan))
         return plan
 
-    def observe(self, result: HostResult) -> None:
+    def observe(self, record: StepRecord, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
-        launched = self._launched.popleft()
-        if self._launched:  # else there may have been nothing to launch
-            self._num_late = len(self._launched)
-        num_tokens = self._ends.observe(launched.rows, result.accept_lens)
+        self._num_unread -= 1
+        if self._num_unread:  # else there may have been nothing to launch
+            self._num_late = self._num_unread
+        num_tokens = self._ends.observe(record.rows, result.accept_lens)
         if self._times is not None:
-            self._times.compare()
+            self._times.compare(record)
         if self.tile_spec is not None:
-            verified = self.tile_spec.observe(result)
-            counts = launched.num_drafts
+            verified = self.tile_spec.observe(record, result)
+            counts = record.plan.num_drafts
         else:
             counts = result.num_drafts
             verified = [
@@ -142,14 +156,27 @@ class RoundPlanner:
                 if count
             ]
         if self._requests is not None:
-            self._hear_requests(launched.rows, counts, verified, result)
-        if launched.round is not None:
+            self._hear_requests(record.rows, counts, verified, result)
+        if record.plan.round is not None:
             self._prompts.hear(num_tokens)
-            self.policy.observe(RoundOutcome(*launched.round, verified))
+            matched = self._matched(record, result) if self._reads_matches else ()
+            self.policy.observe(RoundOutcome(*record.plan.round, verified, matched))
+
+    def _matched(
+        self, record: StepRecord, result: HostResult
+    ) -> list[tuple[int, int, Collection[int]]]:
+        """See `RoundOutcome.matched`. The lengths were copied before the step ran, so nothing is
+        waited for."""
+        assert record.lens is not None, "The drafter has matches."
+        self._match_lens = lens = record.lens.read()[0].tolist()
+        fed = enumerate(zip(record.rows, result.num_drafts, strict=False))
+        return [
+            (lens[row], count, right_places(result, index)) for index, (row, count) in fed if count
+        ]
 
     def _hear_requests(
         self,
-        rows: list[int],
+        rows: Sequence[int],
         num_drafts: Sequence[int],
         verified: list[tuple[int, int]],
         result: HostResult,
@@ -161,15 +188,17 @@ class RoundPlanner:
         fed = [*result.num_drafts] or counts
         self._requests.observe(rows, counts, right, result.accept_lens, fed)
 
-    def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
+    def _next_drafts(
+        self, batch: ScheduleBatch, max_accepted: int, match_lens: Sequence[int] | None
+    ) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
-        tier, options = self._next_tier(batch), self._options
+        tier, options = self._next_tier(batch, match_lens), self._options
         if tier == 0:
             return [0] * len(batch.rows)
         num_slots, num_drafts = options.num_draft_slots(tier), options.num_drafts(tier)
         return drafts_of_requests(batch, max_accepted, num_slots, num_drafts)
 
-    def _next_tier(self, batch: ScheduleBatch) -> int:
+    def _next_tier(self, batch: ScheduleBatch, match_lens: Sequence[int] | None) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
         emit in this one, and as many prompts per new token as there were lately; 0 if no request
         emits, whatever tiers there are."""
@@ -177,13 +206,13 @@ class RoundPlanner:
         emitting = [kv_len + num_prompt for kv_len, num_prompt, emits in lens if emits]
         num_reqs, kv_tokens = len(emitting), sum(emitting)
         if num_reqs == 0:
-            self._next_round = _Round(self.policy.settled, 0)
+            self._next_round = PlannedRound(self.policy.settled, 0)
             return 0
         of_pace = partial(self._prompts.upcoming, num_reqs, kv_tokens)
         upcoming = UpcomingRound(num_reqs, kv_tokens, of_pace=of_pace)
         rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
-        if self._lacks_tokens is not None:
-            upcoming = upcoming._replace(is_fed=not self._lacks_tokens(rows))
+        if self._left_out is not None:
+            upcoming = upcoming._replace(is_fed=not self._left_out.lacks_tokens(rows))
         if self._requests is not None:
             lengths = partial(
                 self._requests.lengths,
@@ -192,32 +221,20 @@ class RoundPlanner:
                 num_late=self._num_late,
             )
             upcoming = upcoming._replace(lengths=lengths)
+        if self._reads_matches:  # of a prompt nothing is known yet
+            known, prompts = match_lens or self._match_lens, batch.num_prompt_tokens
+            pairs = zip(batch.rows, prompts, batch.emits, strict=True)
+            found = [0 if num_prompt else known[row] for row, num_prompt, emits in pairs if emits]
+            upcoming = upcoming._replace(match_lens=found)
         tier = self.policy.choose(upcoming)
-        self._next_round = _Round(self.policy.settled, len(emitting))
+        self._next_round = PlannedRound(self.policy.settled, len(emitting))
         return tier
 
 
-class _Round(NamedTuple):
-    """The round that drafts were proposed for.
-
-    Attributes:
-        tier: see `TierPolicy.settled`.
-        num_reqs: requests that were to be drafted for.
-    """
-
-    tier: int
-    num_reqs: int
-
-
-class _Launched(NamedTuple):
-    """A step that has not been read.
-
-    Attributes:
-        round: None where no request decodes.
-        rows: R rows of the page table.
-        num_drafts: R counts of drafts that its requests had.
-    """
-
-    round: _Round | None
-    rows: list[int]
-    num_drafts: list[int]
+def right_places(result: HostResult, index: int) -> Collection[int]:
+    """Returns the places of the drafts of a request that were right: of a tree its nodes but the
+    root, counted from 0."""
+    num_right = result.accept_lens[index] - 1
+    if not result.paths:
+        return range(num_right)
+    return [node - 1 for node in result.paths[index][1 : 1 + num_right]]

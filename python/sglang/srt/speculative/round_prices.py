@@ -3,7 +3,7 @@ next one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -44,6 +44,8 @@ class UpcomingRound(NamedTuple):
         lengths: what rounds give the requests (`RequestMix.lengths`), by the most drafts; None:
             not asked for (`TierPolicy.reads_lengths`).
         is_fed: the drafter's model has been fed all tokens of the requests.
+        match_lens: of each request the length of the match that its drafts follow, as far as that
+            is known; empty: not asked for (`TierPolicy.reads_matches`).
     """
 
     num_reqs: int
@@ -52,6 +54,7 @@ class UpcomingRound(NamedTuple):
     of_pace: Callable[[float], UpcomingRound] | None = None
     lengths: Callable[[int], list[float]] | None = None
     is_fed: bool = True
+    match_lens: Sequence[int] = ()
 
     @property
     def cases(self) -> list[tuple[float, RoundCase]]:

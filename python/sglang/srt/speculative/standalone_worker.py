@@ -18,7 +18,6 @@ from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.draft_shapes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import (
     DraftSteps,
@@ -26,18 +25,22 @@ from sglang.srt.speculative.draft_steps import (
     plan_draft_steps,
     rows_of_requests,
 )
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    Drafter,
+    DrafterParts,
+    ExtendedStep,
+    PlannedDrafter,
+)
 from sglang.srt.speculative.drafter_configs import StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.step.step_ops import Q_LEN, Q_START
-from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
-class StandaloneDrafter:
+class StandaloneDrafter(Drafter):
     """Every request proposes a chain, whatever its parameters are: the draft model's best tokens.
     All that are proposed in a step have the same length, from 0 on: its tier."""
 
@@ -48,8 +51,7 @@ class StandaloneDrafter:
         self._state = parts.state
         self._is_asked = parts.state.confidence is not None  # how sure it is of its drafts
         self._ops = sampling_ops(self._runner.device)
-        self._step_width = options.rounds.step_width
-        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts))
+        self._states = options.rounds.states
 
     @staticmethod
     def needs(options: StandaloneConfig) -> DrafterNeeds:
@@ -71,20 +73,9 @@ class StandaloneDrafter:
         return (draft,)
 
     @classmethod
-    def make(cls, parts: DrafterParts) -> StandaloneDrafter:
-        return cls(parts)
-
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        return self._step_width
-
-    def admit(self, new_rows: list[NewRow]) -> None:
-        self.planner.admit(new_rows)
-
-    def observe(self, result: HostResult) -> None:
-        self.planner.observe(result)
-
-    def plan(self, batch: ScheduleBatch) -> RowPlan:
-        return self.planner.plan(batch)
+    def make(cls, parts: DrafterParts) -> PlannedDrafter:
+        planner = RoundPlanner(parts.options.rounds, parts, measured_rounds(parts))
+        return PlannedDrafter(planner, cls(parts))
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         """Gives the output at the certain tokens, if the draft model is fed them."""
@@ -95,7 +86,7 @@ class StandaloneDrafter:
         tier = max(step.plan.next_drafts)
         if tier == 0:
             return
-        steps = plan_draft_steps(step, self._table, self.planner.states[tier].num_draft_steps)
+        steps = plan_draft_steps(step, self._table, self._states[tier].num_draft_steps)
         of_certain = None if step.output is None else steps.of_requests(step.output)
         drafts = self.draft(steps, of_certain)
         drafts.write(self._runner.step_ops, self._state, steps.rows)

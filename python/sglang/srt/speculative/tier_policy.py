@@ -7,7 +7,7 @@ there. A tier is chosen one step earlier, when drafts are proposed, since drafti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -65,11 +65,14 @@ class RoundOutcome(NamedTuple):
         tier: `TierPolicy.settled` when it was chosen for.
         num_reqs: requests that it was chosen for; fewer may have decoded in it.
         verified: of each request that had drafts, how many, and how many of them were confirmed.
+        matched: of each request that fed drafts, the length of the match that they followed, how
+            many were fed, and the places of the right ones; where `TierPolicy.reads_matches`.
     """
 
     tier: int
     num_reqs: int
     verified: Sequence[tuple[int, int]]
+    matched: Sequence[tuple[int, int, Collection[int]]] = ()
 
 
 class TierPolicy(Protocol):
@@ -78,6 +81,8 @@ class TierPolicy(Protocol):
     Attributes:
         needs_prices: whether it goes by prices of rounds, which are then measured at start-up.
         reads_lengths: whether it looks at `UpcomingRound.lengths`, which are None otherwise.
+        reads_matches: whether it goes by the matches that drafts follow
+            (`UpcomingRound.match_lens`, `RoundOutcome.matched`).
         may_rest: whether it may ever say so.
         settled: the tier of rounds as they come; that of single rounds may be another one, which is
             tried. For people and metrics.
@@ -87,6 +92,7 @@ class TierPolicy(Protocol):
 
     needs_prices: ClassVar[bool]
     reads_lengths: ClassVar[bool]
+    reads_matches: ClassVar[bool]
     may_rest: ClassVar[bool]
     settled: int
 
@@ -109,7 +115,7 @@ class TierPolicy(Protocol):
 class FixedTier:
     """Always all drafts."""
 
-    needs_prices = reads_lengths = may_rest = rests = False
+    needs_prices = reads_lengths = reads_matches = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -161,6 +167,7 @@ class LoadAwareTier:
     """
 
     needs_prices = reads_lengths = may_rest = True
+    reads_matches = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

@@ -22,21 +22,6 @@ def all_have_drafts(kind: Kind, k: int) -> float:
     return 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The look-ahead that a length policy grants a step.
-
-    Attributes:
-        limit: the most tokens that an adjustable request may predict; 1 at least.
-        num_rows: of a packed step, the rows that requests may feed whose look-ahead can be cut
-            (those that look ahead, emit only what is confirmed and feed no prompt), all together;
-            None: as many as they could feed, so that there is nothing to divide.
-    """
-
-    limit: int
-    num_rows: int | None = None
-
-
 class EmittingRequest(NamedTuple):
     """The wishes of a request that emits in a step.
 

@@ -145,6 +145,7 @@ class HostResult:
         num_drafts: R counts of drafts that were fed; empty where there were none.
         tier: see `GenerationBatchResult`.
         paths: R lists of M nodes, see `GenerationBatchResult`; empty where not asked for.
+        record: see `GenerationBatchResult`.
     """
 
     next_token_ids: list[list[int]]
@@ -156,6 +157,7 @@ class HostResult:
     num_drafts: list[int] = field(default_factory=list)
     tier: int = 0
     paths: list[list[int]] = field(default_factory=list)
+    record: object = None
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,11 @@ class GenerationBatchResult:
         hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size], in the model's type.
         num_drafts: [R] int64; drafts fed, of which accept_lens[i] - 1 were confirmed in requests
             that emit only what is confirmed; None: there were none.
-        tier: how far the drafter looked ahead, by its own count (`RowPlan.tier`).
+        tier: how far the drafter looked ahead, by its own count (`StepPlan.tier`).
         paths: [R, M] int32; of each accepted token the node of its request's tree that it follows,
             0 is the certain token; the first accept_lens[i] of row i mean something. None: none
-            asked for them (`RowPlan.wants_paths`).
+            asked for them (`StepPlan.wants_paths`).
+        record: what the worker wants to have back with the result (`Worker.observe`).
 
     The copy to the host begins when this is made.
     """
@@ -189,6 +192,7 @@ class GenerationBatchResult:
     num_drafts: torch.Tensor | None = None
     tier: int = 0
     paths: torch.Tensor | None = None
+    record: object = None
 
     _copy: HostCopy = field(init=False)
 
@@ -242,6 +246,7 @@ class GenerationBatchResult:
             drafts[0].tolist() if drafts else [],
             self.tier,
             paths[0].tolist() if paths else [],
+            self.record,
         )
 
 

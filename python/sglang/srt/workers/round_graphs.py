@@ -26,13 +26,14 @@ from tqdm import tqdm
 
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.platform import memory_for
-from sglang.srt.speculative.drafter import ExtendedStep, RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import ExtendedStep, plan_of_drafts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
@@ -41,7 +42,7 @@ from sglang.srt.step.worker import ScheduleBatch
 logger = logging.getLogger(__name__)
 
 RunStep = Callable[
-    [ScheduleBatch, RowPlan, torch.Tensor], tuple[AcceptedTokens, torch.Tensor | None]
+    [ScheduleBatch, StepPlan, torch.Tensor], tuple[AcceptedTokens, torch.Tensor | None]
 ]
 Propose = Callable[[ExtendedStep], None]
 
@@ -258,7 +259,7 @@ class RoundGraphs:
             all_greedy=False,  # greedy requests are drawn for as well
         )
 
-    def verify(self, batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+    def verify(self, batch: ScheduleBatch, plan: StepPlan) -> VerifiedStep | None:
         """Runs a step of the worker, whose new rows have their state, up to the proposal; None if
         there is no graph for it. The next replay overwrites the result."""
         num_reqs, num_drafts = len(batch.rows), plan.max_pending - 1
@@ -318,7 +319,7 @@ def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
     return graphs[sizes[bisect.bisect_left(sizes, num_reqs)]]
 
 
-def _is_uniform(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
+def _is_uniform(batch: ScheduleBatch, plan: StepPlan, num_drafts: int) -> bool:
     """Tells whether every request verifies `num_drafts` drafts, and none asks for more."""
     return (
         not plan.rests

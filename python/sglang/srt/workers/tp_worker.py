@@ -14,22 +14,18 @@ from typing import NamedTuple
 import torch
 
 from sgl_kernel import ConfirmedDrafts, SamplingRows
+from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
-from sglang.srt.speculative.drafter import (
-    ChosenTokens,
-    ComputedStep,
-    Drafter,
-    ExtendedStep,
-    RowPlan,
-)
+from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, ExtendedStep, PlannedDrafter
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.constrained_step import ConstraintQuestion, ShortenedRows
 from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
@@ -42,7 +38,6 @@ from sglang.srt.step.step_ops import (
     ROW,
     AcceptedTokens,
     RowLayout,
-    StepCounts,
 )
 from sglang.srt.step.step_outputs import (
     emitted_queries,
@@ -50,7 +45,7 @@ from sglang.srt.step.step_outputs import (
     hidden_states,
     prompt_logprobs,
 )
-from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs
 
@@ -79,9 +74,10 @@ class TpModelWorker:
 
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
-        drafter: made over the same device rows.
+        planned: a drafter, made over the same device rows, and its planner.
         confirm: which drafts are confirmed; None: those that equal the target's own tokens.
-        on_step: is told of every step with the drafter's proposals in place, for debugging.
+        on_step: is told of every step with the drafter's proposals in place, for debugging. What it
+            gives is noted in the step's record.
         clock: times every step; None: not asked for.
     """
 
@@ -90,36 +86,36 @@ class TpModelWorker:
         runner: ModelRunner,
         state: RequestRows,
         suppressed_token_ids: tuple[int, ...] = (),
-        drafter: Drafter | None = None,
-        on_step: Callable[[ComputedStep], None] | None = None,
+        planned: PlannedDrafter | None = None,
+        on_step: Callable[[ComputedStep], object] | None = None,
         confirm: Confirm | None = None,
         clock: StepClock | None = None,
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
-        self._drafter = drafter
+        self._planner, self._drafter = planned or PlannedDrafter()
         self._on_step = on_step
         self._clock = clock
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._confirm = confirm or ConfirmEqual(state.committed.device)
         self._rounds: RoundGraphs | None = None
+        self._last_lens: HostCopy | None = None
         self._kernels = sampling_ops(state.committed.device)
         self._kv = runner.memory.addresses() if state.trees else None
         runner.step_ops.warm_up(state, self._table)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
-        return PLAIN_WIDTH if self._drafter is None else self._drafter.step_width(params)
+        return self._planner.step_width(params)
 
     def observe(self, result: HostResult) -> None:
-        if self._drafter is not None:
-            self._drafter.observe(result)
+        assert isinstance(result.record, StepRecord), "The worker gave it."
+        self._planner.observe(result.record, result)
 
     def capture_rounds(self, runners: RunnerGroup, needs: DrafterNeeds) -> None:
         """Captures graphs of the steps of `DrafterNeeds.rounds` and of their proposals, if the
         drafter supports them; not with `on_step`, which cannot see inside a graph."""
         if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
-            assert self._drafter is not None, "Rounds are of a drafter."
             run, propose = self._run_step, self._drafter.propose
             self._rounds = RoundGraphs(runners, needs, self._state, run, propose)
             runners.capture_with(self._rounds)
@@ -128,25 +124,44 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
-        plan = self._plan(batch)
-        if self._clock is None:
-            return self._run(batch, plan)
-        self._clock.begin()
-        result = self._run(batch, plan)
-        self._clock.end()
+        record = self._planned(batch)
+        result = self._run(batch, record)
+        if record.time is not None:
+            record.time.end()
         return result
 
-    def _run(self, batch: ScheduleBatch, plan: RowPlan) -> GenerationBatchResult:
+    def _planned(self, batch: ScheduleBatch) -> StepRecord:
+        """The record of a step that is about to be launched. Its copies begin here."""
+        lens = self._drafter.lens()
+        copied = None if lens is None else HostCopy([lens.clone()])
+        self._planner.admit(batch.new_rows)
+        plan = self._planner.plan(batch, self._newest(copied))
+        self._drafter.prepare(batch, plan)
+        scores = None
+        if plan.wants_scores:
+            assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
+            scores = HostCopy([self._state.confidence.drafts.clone()])
+        time = None if self._clock is None else self._clock.begin()
+        return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores, time=time)
+
+    def _newest(self, lens: HostCopy | None) -> list[int] | None:
+        """The lengths of this step's copy, or of that of the step before, if either is there."""
+        copies, self._last_lens = (lens, self._last_lens), lens
+        newest = next((copy for copy in copies if copy is not None and copy.is_ready), None)
+        return None if newest is None else newest.read()[0].tolist()
+
+    def _run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
+        plan = record.plan
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
-            return self._run_pieces(batch, plan)
-        result = _result(batch, plan, verified.accepted)
+            return self._run_pieces(batch, record)
+        result = _result(batch, record, verified.accepted)
         self._propose(verified.extended)
         return result
 
-    def _run_pieces(self, batch: ScheduleBatch, plan: RowPlan) -> GenerationBatchResult:
+    def _run_pieces(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
         """A step whose models replay graphs of their own, if there are any for it."""
-        runner = self._runner
+        runner, plan = self._runner, record.plan
         inputs, layout = build_forward_batch(
             runner.step_ops,
             batch,
@@ -161,17 +176,16 @@ class TpModelWorker:
         step, drawing = self._accept(batch, plan, inputs, layout)
         result = _result(
             batch,
-            plan,
+            record,
             drawing.given,
             self._emitted_logprobs(step, drawing),
             self._prompt_logprobs(batch, layout, inputs, step.forward),
             hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
         )
-        if self._drafter is not None:
-            output = self._drafter.extend(step)
-            self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
-            if self._on_step is not None:
-                self._on_step(step)
+        output = self._drafter.extend(step)
+        self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
+        if self._on_step is not None:
+            record.notes.append(self._on_step(step))
         if drawing.shortened is not None:
             # The drafter comes first: it knows of no request that is fed and given nothing.
             drawing.shortened.take_back(step.accepted, drawing.given, self._state)
@@ -179,14 +193,12 @@ class TpModelWorker:
 
     def _propose(self, step: ExtendedStep) -> None:
         if self._rounds is None or not self._rounds.propose(step):
-            assert self._drafter is not None, "Who has graphs of rounds has a drafter."
             self._drafter.propose(step)
 
     def _run_step(
-        self, batch: ScheduleBatch, plan: RowPlan, per_request: torch.Tensor
+        self, batch: ScheduleBatch, plan: StepPlan, per_request: torch.Tensor
     ) -> tuple[AcceptedTokens, torch.Tensor | None]:
         """A step of `RoundGraphs` up to the proposal; per_request: see `RowLayout`."""
-        assert self._drafter is not None
         layout = self._runner.step_ops.lay_out_rows(
             per_request, plan.counts, self._state, self._table, plan.lookahead_token
         )
@@ -195,7 +207,7 @@ class TpModelWorker:
         return step.accepted, self._drafter.extend(step)
 
     def _accept(
-        self, batch: ScheduleBatch, plan: RowPlan, inputs: ForwardBatch, layout: RowLayout
+        self, batch: ScheduleBatch, plan: StepPlan, inputs: ForwardBatch, layout: RowLayout
     ) -> tuple[ComputedStep, _Drawing]:
         """Runs the target, and accepts what follows from its tokens."""
         question = None
@@ -220,12 +232,6 @@ class TpModelWorker:
             self._record(inputs.rows, layout, chosen.targets, given)
         step = ComputedStep(batch, plan, self._state, inputs, forward, chosen, accepted)
         return step, _Drawing(given, shortened, logits, sampling, drawn)
-
-    def _plan(self, batch: ScheduleBatch) -> RowPlan:
-        if self._drafter is None:
-            return RowPlan(StepCounts.plain(batch))
-        self._drafter.admit(batch.new_rows)
-        return self._drafter.plan(batch)
 
     def _logits(
         self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout, hidden: torch.Tensor
@@ -255,7 +261,7 @@ class TpModelWorker:
     def _choose(
         self,
         batch: ScheduleBatch,
-        plan: RowPlan,
+        plan: StepPlan,
         layout: RowLayout,
         logits: torch.Tensor,
         sampling: SamplingRows | None,
@@ -279,7 +285,7 @@ class TpModelWorker:
 
     def _confirm_drafts(
         self,
-        plan: RowPlan,
+        plan: StepPlan,
         chosen: ChosenTokens,
         logits: torch.Tensor,
         sampling: SamplingRows | None,
@@ -295,13 +301,13 @@ class TpModelWorker:
         return confirmed, replace(chosen, targets=emitted), drawn
 
     def _accept_run(
-        self, plan: RowPlan, chosen: ChosenTokens, confirmed: ConfirmedDrafts
+        self, plan: StepPlan, chosen: ChosenTokens, confirmed: ConfirmedDrafts
     ) -> AcceptedTokens:
         """Confirmed drafts and the token after them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
         num_unconfirmed = None
-        if plan.accepts_unconfirmed is not None:
-            num_unconfirmed = plan.accepts_unconfirmed(chosen)
+        if plan.accepts_unconfirmed:
+            num_unconfirmed = self._drafter.num_unconfirmed(chosen)
         if self._kv is not None:
             rows = layout.per_request[ROW]
             self._kernels.move_kept_kv(
@@ -359,13 +365,14 @@ class TpModelWorker:
 
 def _result(
     batch: ScheduleBatch,
-    plan: RowPlan,
+    record: StepRecord,
     accepted: AcceptedTokens,
     emitted_logprobs: LogprobTensors | None = None,
     prompt_logprobs: LogprobTensors | None = None,
     hidden: torch.Tensor | None = None,
 ) -> GenerationBatchResult:
     """Returns what the scheduler is told of a step. Its copy to the host begins here."""
+    plan = record.plan
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
     if (
         plan.is_plain and batch.constraint is None
@@ -382,4 +389,5 @@ def _result(
         num_drafts=accepted.num_drafts,
         tier=plan.tier,
         paths=accepted.path if plan.wants_paths else None,
+        record=record,
     )

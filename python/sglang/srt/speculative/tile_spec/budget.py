@@ -9,17 +9,15 @@ many drafts, and the device divides them among the requests by the scores of the
 from __future__ import annotations
 
 import random
-from collections import deque
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from sglang.srt.device_copies import HostCopy
-from sglang.srt.speculative.drafter import RowPlan
+from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.speculative.prompt_mix import round_of
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.core import (
@@ -114,27 +112,14 @@ def _without_graphs(prices: PriceTable) -> PriceTable:
     return replace(prices, find=no_graphs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step that has not been read.
-
-    Attributes:
-        rows: R rows of the page table.
-        num_drafts: R counts of drafts that its requests had, fed or not.
-        confidence: `Confidence.drafts` on its way to the host, if it was asked for.
-    """
-
-    rows: list[int]
-    num_drafts: list[int]
-    confidence: HostCopy | None
-
-    def scores(self) -> Floats | None:
-        """[R, S]; of each request's drafts, 0 where it was given fewer."""
-        if self.confidence is None:
-            return None
-        [table] = self.confidence.read()
-        chains = table.numpy()[self.rows, : max(self.num_drafts)]
-        return np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
+def scores_of(record: StepRecord) -> Floats | None:
+    """[R, S]; of each request's drafts, 0 where it was given fewer; None if they were not copied.
+    The copy was made before the step ran, so nothing is waited for."""
+    if record.scores is None:
+        return None
+    [table] = record.scores.read()
+    chains = table.numpy()[list(record.rows), : max(record.plan.num_drafts)]
+    return np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
 
 
 class TileSpec:
@@ -146,7 +131,6 @@ class TileSpec:
 
     Args:
         tables: what rounds cost.
-        confidence: `Confidence.drafts`, on the device.
         fixed: drafts of a request that are verified on average, whatever they are worth; None:
             those that pay.
         has_trees: drafts are trees, each with its nodes in the order of their scores.
@@ -155,42 +139,33 @@ class TileSpec:
     def __init__(
         self,
         tables: RoundTables,
-        confidence: torch.Tensor,
         fixed: float | None = None,
         has_trees: bool = False,
     ) -> None:
         self._tables = tables
-        self._confidence = confidence
         self._fixed = fixed
         self._has_trees = has_trees
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
-        self._launched = deque[_Launched]()
         self._lots = random.Random(0)
         self._num_read = 0  # steps
         # By requests, drafts of each, and rows of prompts; since prices were looked at last.
         self._known = dict[tuple[int, int, int], LatencyTable]()
 
-    def cut(
-        self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan, is_probe: bool = False
-    ) -> RowPlan:
+    def cut(self, batch: ScheduleBatch, plan: StepPlan, is_probe: bool = False) -> StepPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
         before it have been launched.
 
         Args:
-            num_drafts: R counts of drafts that requests have, 0 where a prompt is fed.
-            plan: feeds all of them.
+            plan: feeds all drafts (`StepPlan.num_drafts`).
             is_probe: they are to be tried, whatever they are thought to be worth.
         """
+        num_drafts = plan.num_drafts
         most = sum(num_drafts)
         table = self.table(batch, num_drafts) if most else None
         if table is None or (table.most_gain <= LEAST_GAIN and self._fixed is None):
-            self._launched.append(_Launched(batch.rows, num_drafts, None))
             return plan
-        copy = HostCopy([self._confidence.clone()])
-        self._launched.append(_Launched(batch.rows, num_drafts, copy))
-        if self._has_trees:
-            plan = replace(plan, wants_paths=True)
+        plan = replace(plan, wants_scores=True, wants_paths=self._has_trees)
         num_decodes = batch.num_prompt_tokens.count(0)
         num_verified = most if is_probe else self.num_verified(table, num_drafts, num_decodes)
         if num_verified < most:
@@ -198,7 +173,7 @@ class TileSpec:
             num_verified = min(most, num_verified + spare)
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
-    def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
+    def table(self, batch: ScheduleBatch, num_drafts: Sequence[int]) -> LatencyTable:
         """Returns the costs of the step's round, beside the prompts that share it."""
         return self._table(round_of(batch), max(num_drafts))
 
@@ -209,7 +184,7 @@ class TileSpec:
             self._known[key] = self._tables.table(case, num_drafts)
         return self._known[key]
 
-    def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
+    def num_verified(self, table: LatencyTable, num_drafts: Sequence[int], num_decodes: int) -> int:
         """Returns how many of the drafts pay for `num_decodes` requests; all while nothing is known
         of any."""
         most = sum(num_drafts)
@@ -239,15 +214,14 @@ class TileSpec:
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
 
-    def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
+    def _spare_rows(self, plan: StepPlan, num_cut: int) -> int:
         """Rows that padding would take if that many drafts were cut."""
         q_lens = plan.counts.q_lens
         num_rows = sum(q_lens) - num_cut
         return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
 
-    def observe(self, result: HostResult) -> list[tuple[int, int]]:
-        """Hears the result of the oldest step that it has not heard of. The scores were copied
-        before that step ran, so nothing is waited for.
+    def observe(self, record: StepRecord, result: HostResult) -> list[tuple[int, int]]:
+        """Learns from a step, cut or whole.
 
         Returns:
             Of each request that had drafts, how many, and how many of them were right. A chain that
@@ -256,15 +230,14 @@ class TileSpec:
             drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone. A
             tree is not continued: whoever chooses how many nodes there are goes by paths.
         """
-        launched = self._launched.popleft()
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
-        scores = launched.scores()
+        scores, num_drafts = scores_of(record), record.plan.num_drafts
         chances = None if scores is None else self._calibration.predict(scores)
         verified, drafting, num_fed = [], [], []
-        fed = result.num_drafts or launched.num_drafts
-        for index, count in enumerate(launched.num_drafts):
+        fed = result.num_drafts or num_drafts
+        for index, count in enumerate(num_drafts):
             if count == 0:
                 continue
             num_right = max(0, result.accept_lens[index] - 1)
@@ -336,7 +309,7 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
 
 
-def _packed(plan: RowPlan, num_cut: int) -> RowPlan:
+def _packed(plan: StepPlan, num_cut: int) -> StepPlan:
     """The plan with fewer drafts; the device decides which."""
     counts = plan.counts
     size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)

@@ -1,0 +1,187 @@
+"""The contract of look-ahead: a planner decides on the host, a worker executes, and the planner
+learns.
+
+    plan = planner.plan(batch, lens)     # before the step before is read
+    result = worker: executes (batch, plan)
+    planner.observe(record, result)      # when the step is read
+
+A plan is plain data: numbers, so that it can be sent to another process. All that the host wants to
+learn of a step travels with it as one record, and comes back with its result: a planner keeps
+nothing of steps that have not been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.forward_inputs import NO_TOKEN
+from sglang.srt.step.step_clock import StepTime
+from sglang.srt.step.step_ops import StepCounts
+from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+
+
+class Stakes(NamedTuple):
+    """A length policy's bet on a step.
+
+    Attributes:
+        extra_ms: the step's price beyond the plain one.
+        token_ms: worth of a token.
+        counts: the gain or loss goes to the trial budget; a trial is paid for in advance.
+    """
+
+    extra_ms: float
+    token_ms: float
+    counts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The look-ahead that a length policy grants a step.
+
+    Attributes:
+        limit: the most tokens that an adjustable request may predict; 1 at least.
+        num_rows: of a packed step, the rows that requests may feed whose look-ahead can be cut
+            (those that look ahead, emit only what is confirmed and feed no prompt), all together;
+            None: as many as they could feed, so that there is nothing to divide.
+        stakes: comes back with the outcome; None: the policy needs none.
+    """
+
+    limit: int
+    num_rows: int | None = None
+    stakes: Stakes | None = None
+
+
+class PlannedRound(NamedTuple):
+    """The round that a step's drafts were proposed for.
+
+    Attributes:
+        tier: see `TierPolicy.settled`.
+        num_reqs: requests that were to be drafted for.
+    """
+
+    tier: int
+    num_reqs: int
+
+
+class ExpectedRound(NamedTuple):
+    """A round whose time is compared with its price.
+
+    Attributes:
+        num_drafts: of each request.
+        num_rows: rows of prompts counted.
+    """
+
+    num_drafts: int
+    num_rows: int
+    price_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The rows that a step of R requests feeds and reads, as far as the host knows, and what is
+    expected of it.
+
+    Attributes:
+        counts: rows, of each request the most.
+        max_pending: pending rows of any request that the target may confirm, the certain token's
+            counted, at most.
+        max_accepted: tokens that any request may be given, at most.
+        lookahead_token: fed by rows after the pending tokens.
+        wants_probs: the drafter looks at `ComputedStep.probs`.
+        wants_paths: of trees, results carry the confirmed paths (`GenerationBatchResult.paths`).
+        wants_scores: the record gets a copy of `Confidence.drafts` from before the step.
+        accepts_unconfirmed: the drafter says how many tokens unverified requests are given
+            (`Drafter.num_unconfirmed`); False: no such requests.
+        tier: chosen by a length policy; results carry it.
+        num_drafts: R counts of drafts that requests have, fed or not, where the host knows them.
+        next_drafts: R counts of drafts that `propose` gives, likewise; empty: not known.
+        rests: the drafter's models are left out of the step, which no drafts follow.
+        fed_again: rows of the page table whose last tokens were left out so, and which the models
+            are fed again from this step on.
+        budget: granted by a length policy; None: it was not asked.
+        round: None where no request decodes, or nothing is drafted in rounds.
+        expected: None where the step is not to be compared with a price.
+    """
+
+    counts: StepCounts
+    max_pending: int = 1
+    max_accepted: int = 1
+    lookahead_token: int = NO_TOKEN
+    wants_probs: bool = False
+    wants_paths: bool = False
+    wants_scores: bool = False
+    accepts_unconfirmed: bool = False
+    tier: int = 0
+    num_drafts: Sequence[int] = ()
+    next_drafts: Sequence[int] = ()
+    rests: bool = False
+    fed_again: Sequence[int] = ()
+    budget: Budget | None = None
+    round: PlannedRound | None = None
+    expected: ExpectedRound | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Tells whether no request looks ahead."""
+        return self.counts.is_plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A launched step, for those on the host who learn from its result.
+
+    Attributes:
+        rows: R rows of the page table.
+        lens: `Drafter.lens` from before the step.
+        scores: `Confidence.drafts` from before the step, if `StepPlan.wants_scores`.
+        time: the step on the device's clock; None: not timed.
+        notes: taken by debugging while the step was launched.
+    """
+
+    rows: Sequence[int]
+    plan: StepPlan
+    lens: HostCopy | None = None
+    scores: HostCopy | None = None
+    time: StepTime | None = None
+    notes: list[object] = field(default_factory=list)
+
+
+class Planner(Protocol):
+    """Decides on the host how far requests look ahead. Looks at no device and reads no clock."""
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        """Rows that a request with these parameters needs per step."""
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        """Requests that have just got a row, before the first step with them is planned."""
+
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        """Plans what the next step feeds and reads. The step before has not been read yet.
+
+        Args:
+            lens: `Drafter.lens` of all rows, the newest that the host has without waiting; None:
+                none newer than those in the record that was observed last.
+        """
+
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """Learns from a step that has been read. Called for each step, in the order of launches."""
+
+
+class PlainPlanner:
+    """Each request feeds its prompt or its pending token, and is given one."""
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        return PLAIN_WIDTH
+
+    def admit(self, new_rows: list[NewRow]) -> None: ...
+
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        return StepPlan(counts=StepCounts.plain(batch))
+
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """Learns nothing."""

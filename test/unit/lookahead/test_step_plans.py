@@ -1,0 +1,143 @@
+"""Plans as data: those of every kind of drafter are sent through bytes, and steps are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+
+from draft_heads import EAGLE, EAGLE3
+from drafted_serving import Drafted, serve
+from eagle_models import STANDALONE, write_models
+from eagle_serving import Served, right_tokens, setup_for, tree_setup
+from jumping_tier import JUMPING, RESTING, jumping_tiers
+from ngram_serving import Served as ServedNgrams
+from ngram_serving import ngram_config
+from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.mtp.mask_drafter import MaskPlanner
+from sglang.srt.speculative.round_planner import RoundPlanner
+from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
+
+torch.set_num_threads(1)
+TREE = TreeShape(topk=2, depth=3, num_drafts=6)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("plans"))
+
+
+@contextmanager
+def through_bytes() -> Iterator[list[StepPlan]]:
+    """While this lasts each plan is sent, and the one that arrives is executed and learnt from."""
+    arrived: list[StepPlan] = []
+
+    def sent(plan: Callable[..., StepPlan]) -> Callable[..., StepPlan]:
+        def planned(planner: Any, batch: Any, lens: Sequence[int] | None = None) -> StepPlan:
+            data = msgspec.msgpack.encode(plan(planner, batch, lens))
+            arrived.append(msgspec.msgpack.decode(data, type=StepPlan))
+            assert msgspec.msgpack.encode(arrived[-1]) == data
+            return arrived[-1]
+
+        return planned
+
+    with ExitStack() as stack:
+        for kind in (MaskPlanner, RoundPlanner):
+            stack.enter_context(mock.patch.object(kind, "plan", sent(kind.plan)))
+        yield arrived
+
+
+def head(kind: str, tier_policy: str = "fixed") -> Callable[..., Drafted]:
+    return lambda paths, folder: Served(paths, kind, 3, setup_for(3), tier_policy=tier_policy)
+
+
+def ngrams(num_drafts: int, breadth: int, policy: str) -> Callable[..., Drafted]:
+    def made(paths: dict[str, Path], folder: Path) -> Drafted:
+        drafter = ngram_config(num_drafts, breadth, tier_policy=policy)
+        return ServedNgrams(paths["target"], drafter, setup_for(num_drafts), FREE_ROWS)
+
+    return made
+
+
+def cut_trees(paths: dict[str, Path], folder: Path) -> Drafted:
+    drafter = ngram_config(7, 3, tile_spec_cache=folder)
+    return ServedNgrams(paths["target"], drafter, setup_for(7), DEAR_ROWS)
+
+
+def cut_chains(paths: dict[str, Path], folder: Path) -> Drafted:
+    options = {"tile_spec_cache": folder, "prices": DEAR_ROWS}
+    return Served(paths, EAGLE, 3, setup_for(3), **options)
+
+
+def trees(paths: dict[str, Path], folder: Path) -> Drafted:
+    return Served(paths, EAGLE3, TREE.depth, tree_setup(TREE), tree=TREE)
+
+
+KINDS: dict[str, Callable[..., Drafted]] = {
+    "chains of a head": head(EAGLE3, JUMPING),
+    "a head that rests": head(EAGLE, RESTING),
+    "trees of a head": trees,
+    "a draft model": head(STANDALONE),
+    "chains of n-grams": ngrams(5, 1, "matched"),
+    "trees of n-grams": ngrams(5, 2, "matched"),
+    "cut chains": cut_chains,
+    "cut trees": cut_trees,
+}
+WANTED = {
+    "a head that rests": lambda plan: plan.rests,
+    "trees of n-grams": lambda plan: plan.wants_paths,
+    "cut chains": lambda plan: plan.wants_scores and plan.counts.packed,
+    "cut trees": lambda plan: plan.wants_scores and plan.wants_paths and plan.counts.packed,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_drafter_executes_plans_that_were_sent(
+    paths: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    right, budgets = right_tokens(paths["target"]), RandomBudgets(0)
+    with jumping_tiers(), budgets.chosen(), through_bytes() as arrived:
+        serve(KINDS[name](paths, tmp_path), right)
+    wanted = WANTED.get(name, lambda plan: not plan.is_plain)
+    assert sum(bool(wanted(plan)) for plan in arrived) > 5
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "trimmed": {"trims_rows": True},
+    "packed": {"packs_rows": True},
+}
+
+
+@pytest.mark.parametrize("layout", MASKS)
+def test_masks_are_fed_by_plans_that_were_sent(small_model: Path, layout: str) -> None:
+    """Static, by confidence and verified side by side."""
+    modes: list[dict[str, Any]] = [
+        {"mtp_k": 3},
+        {"mtp_k": 4, "mtp_strategy": ["conf_adapt", 0.6]},
+        {"mtp_k": 4, "mtp_verify": True},
+    ]
+    runner = make_runner(small_model, Setup(), 128, MTP_MAX_ROWS)
+
+    def served() -> list[list[int]]:
+        worker = make_mtp_worker(runner, 5, WithRoom(), **MASKS[layout])
+        harness = SchedulerHarness(Setup(), worker)
+        params = {"temperature": 0.0, "max_new_tokens": 12, "mtp_enabled": True}
+        ids = [harness.submit([3, 1, 4], **mode, **params) for mode in modes]
+        harness.run()
+        return [harness.outputs[req_id].token_ids for req_id in ids]
+
+    right = served()
+    with through_bytes() as arrived:
+        assert served() == right
+    assert any(plan.accepts_unconfirmed for plan in arrived)
+    assert any(plan.budget is not None and plan.max_pending > 1 for plan in arrived)
+    assert any(plan.counts.packed is not None for plan in arrived) == (layout == "packed")
