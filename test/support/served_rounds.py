@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterParts, RowPlan
@@ -85,7 +86,8 @@ class GivenClock(StepClock):
 
 def parts_of(confidence: torch.Tensor, clock: StepClock | None) -> DrafterParts:
     """What a `RoundPlanner` looks at."""
-    target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
+    config = SimpleNamespace(capabilities=TritonBackend.capabilities())
+    target = SimpleNamespace(graph_keys=None, config=config)
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=len(confidence)))
     state = SimpleNamespace(confidence=SimpleNamespace(drafts=confidence))
     runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
