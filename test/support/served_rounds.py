@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang.srt.device_copies import HostCopy
+from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -91,7 +92,8 @@ class SomeLeftOut(LeftOutRows):
 
 def parts_of(num_rows: int, is_timed: bool) -> DrafterParts:
     """What a `RoundPlanner` looks at."""
-    target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
+    config = SimpleNamespace(capabilities=TritonBackend.capabilities())
+    target = SimpleNamespace(graph_keys=None, config=config)
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))
     runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
     return DrafterParts(None, runners, cast(Any, None), is_timed=is_timed)
