@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Planner, StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
-    ComputedStep,
     Drafter,
     DrafterParts,
     ExtendedStep,
@@ -24,7 +23,7 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import NewRow, ScheduleBatch
 from verifying_plan import verifying_plan
 
 PLACE = f"{__name__}:NgramDrafter"  # for a registry
@@ -108,7 +107,7 @@ def draw_shape(chooser: random.Random, options: NgramOptions) -> TreeShape:
     return TreeShape(parents[:count], depths[1 : count + 1], branches[:count])
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(Planner, Drafter):
     """Proposes for most requests in most steps, and for some nothing."""
 
     def __init__(self, options: NgramOptions, state: RequestRows) -> None:
@@ -141,9 +140,6 @@ class NgramDrafter(Drafter):
     def admit(self, new_rows: list[NewRow]) -> None:
         self._may_have_drafts -= {new.row for new in new_rows}
 
-    def observe(self, record: StepRecord, result: HostResult) -> None:
-        """Learns nothing."""
-
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         options = self._options
         max_drafts = self.needs(options).max_rows - 1
@@ -163,9 +159,6 @@ class NgramDrafter(Drafter):
         num_reads = sum(num for num_prompt, _, num in parts if num_prompt) + given
         size = PackedSize(sum(batch.num_prompt_tokens) + given, num_reads)
         return replace(plan, counts=replace(counts, packed=size))
-
-    def extend(self, step: ComputedStep) -> None:
-        """There is no model."""
 
     def propose(self, step: ExtendedStep) -> None:
         if self._options.is_fickle and self._random.random() < 0.3:

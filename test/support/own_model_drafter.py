@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Planner, StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
@@ -22,7 +22,7 @@ from sglang.srt.speculative.drafter import (
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 PLACE = f"{__name__}:OwnModelDrafter"  # for a registry
 NUM_DRAFTS = 4
@@ -52,7 +52,7 @@ class OwnModelOptions:
         return self.has_trees and self.token_shift == 0
 
 
-class OwnModelDrafter(Drafter):
+class OwnModelDrafter(Planner, Drafter):
     """Feeds its model what the target kept and the certain token, then drafts of the round."""
 
     def __init__(self, parts: DrafterParts) -> None:
@@ -82,8 +82,6 @@ class OwnModelDrafter(Drafter):
     def step_width(self, params: SamplingParams) -> StepWidth:
         """Slots for the step's rows, and for drafts behind all that it may keep."""
         return StepWidth(2 * (1 + NUM_DRAFTS), 1 + NUM_DRAFTS, 1 + NUM_DRAFTS)
-
-    def admit(self, new_rows: list[NewRow]) -> None: ...
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         self.num_confirmed += sum(max(0, int(count) - 1) for count in result.accept_lens)

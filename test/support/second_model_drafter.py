@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from sglang.srt.layers.forward_options import NO_CAPTURE
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Planner, StepPlan
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import DRAFTERS
@@ -30,7 +30,7 @@ from sglang.srt.speculative.drafter import (
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
 from verifying_plan import verifying_plan
 
 NAME = "second_model"
@@ -53,7 +53,7 @@ def registered(kind: type[SecondModelDrafter] | None = None) -> Iterator[None]:
         yield
 
 
-class SecondModelDrafter(Drafter):
+class SecondModelDrafter(Planner, Drafter):
     """Each request always proposes `num_drafts` tokens."""
 
     def __init__(self, options: SecondModel, parts: DrafterParts) -> None:
@@ -85,10 +85,6 @@ class SecondModelDrafter(Drafter):
     def step_width(self, params: SamplingParams) -> StepWidth:
         count = self._num_drafts
         return StepWidth(decode_rows=1 + 2 * count, lookahead_rows=count, max_kept=1 + count)
-
-    def admit(self, new_rows: list[NewRow]) -> None: ...
-
-    def observe(self, record: StepRecord, result: HostResult) -> None: ...
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         count = self._num_drafts

@@ -15,7 +15,7 @@ import torch
 
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_options import HiddenCapture
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Planner, StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.worker_factory import make_worker
@@ -30,7 +30,7 @@ from sglang.srt.speculative.drafter import (
 )
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup, make_execution, make_random_llama
 from verifying_plan import verifying_plan
@@ -54,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield made
 
 
-class ProbingDrafter(Drafter):
+class ProbingDrafter(Planner, Drafter):
     """Guesses, and compares all that it is given with transformers.
 
     Attributes:
@@ -82,10 +82,6 @@ class ProbingDrafter(Drafter):
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         return StepWidth(1 + NUM_DRAFTS, 0, 1 + NUM_DRAFTS)
-
-    def admit(self, new_rows: list[NewRow]) -> None: ...
-
-    def observe(self, record: StepRecord, result: HostResult) -> None: ...
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         return verifying_plan(batch, NUM_DRAFTS, 1 + NUM_DRAFTS)

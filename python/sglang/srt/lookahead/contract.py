@@ -56,18 +56,6 @@ class Budget:
     stakes: Stakes | None = None
 
 
-class PlannedRound(NamedTuple):
-    """The round that a step's drafts were proposed for.
-
-    Attributes:
-        tier: see `TierPolicy.settled`.
-        num_reqs: requests that were to be drafted for.
-    """
-
-    tier: int
-    num_reqs: int
-
-
 class ExpectedRound(NamedTuple):
     """A round whose time is compared with its price.
 
@@ -104,7 +92,8 @@ class StepPlan:
         fed_again: rows of the page table whose last tokens were left out so, and which the models
             are fed again from this step on.
         budget: granted by a length policy; None: it was not asked.
-        round: None where no request decodes, or nothing is drafted in rounds.
+        num_drafted_for: requests that the step's drafts were to be proposed for, at `tier`; None
+            where no request decodes, or nothing is drafted in rounds.
         expected: None where the step is not to be compared with a price.
     """
 
@@ -122,7 +111,7 @@ class StepPlan:
     rests: bool = False
     fed_again: Sequence[int] = ()
     budget: Budget | None = None
-    round: PlannedRound | None = None
+    num_drafted_for: int | None = None
     expected: ExpectedRound | None = None
 
     @property
@@ -152,13 +141,16 @@ class StepRecord:
 
 
 class Planner(Protocol):
-    """Decides on the host how far requests look ahead. Looks at no device and reads no clock."""
+    """Decides on the host how far requests look ahead, by default not at all. Looks at no device
+    and reads no clock."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """Rows that a request with these parameters needs per step."""
+        return PLAIN_WIDTH
 
     def admit(self, new_rows: list[NewRow]) -> None:
         """Requests that have just got a row, before the first step with them is planned."""
+        return
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         """Plans what the next step feeds and reads. The step before has not been read yet.
@@ -167,21 +159,12 @@ class Planner(Protocol):
             lens: `Drafter.lens` of all rows, the newest that the host has without waiting; None:
                 none newer than those in the record that was observed last.
         """
-
-    def observe(self, record: StepRecord, result: HostResult) -> None:
-        """Learns from a step that has been read. Called for each step, in the order of launches."""
-
-
-class PlainPlanner:
-    """Each request feeds its prompt or its pending token, and is given one."""
-
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        return PLAIN_WIDTH
-
-    def admit(self, new_rows: list[NewRow]) -> None: ...
-
-    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         return StepPlan(counts=StepCounts.plain(batch))
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
-        """Learns nothing."""
+        """Learns from a step that has been read. Called for each step, in the order of launches."""
+        return
+
+
+class PlainPlanner(Planner):
+    """Each request feeds its prompt or its pending token, and is given one."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.lookahead_rows import LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
@@ -65,7 +65,7 @@ class MTPConfig:
     bypasses_graphs: bool = False
 
 
-class MaskPlanner:
+class MaskPlanner(Planner):
     """Plans how many masks each request feeds.
 
     Args:

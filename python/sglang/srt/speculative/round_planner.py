@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sglang.srt.lookahead.contract import PlannedRound, StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Planner, StepPlan, StepRecord
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
@@ -34,7 +34,7 @@ from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
-class RoundPlanner:
+class RoundPlanner(Planner):
     """Plans the steps of a drafter of chains or trees, and learns from their results.
 
     Attributes:
@@ -77,7 +77,9 @@ class RoundPlanner:
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
         self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
-        self._next_round = PlannedRound(self.policy.settled, 0)
+        # The round that drafts were proposed for last: `TierPolicy.settled`, and how many requests
+        # were to be drafted for.
+        self._next_round = self.policy.settled, 0
         self._reads_matches = options.policy.reads_matches
         self._num_unread = 0  # launched steps
         self._ends = RequestEnds(num_rows)
@@ -110,7 +112,7 @@ class RoundPlanner:
         if has_decodes:
             num_prompts = len(batch.rows) - batch.num_prompt_tokens.count(0)
             self._prompts.observe(num_prompts, sum(batch.num_prompt_tokens), not all(batch.emits))
-        decoding, tier = self._next_round if has_decodes else None, self._next_round.tier
+        tier, num_drafted_for = self._next_round
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
         if self.tile_spec is not None:
             is_probe = max(num_drafts) > self._options.num_drafts(tier)
@@ -127,7 +129,7 @@ class RoundPlanner:
         plan = replace(
             plan,
             tier=tier,
-            round=decoding,
+            num_drafted_for=num_drafted_for if has_decodes else None,
             next_drafts=next_drafts,
             rests=rests,
             fed_again=() if left_out is None else left_out.plan(batch.rows, rests),
@@ -157,10 +159,11 @@ class RoundPlanner:
             ]
         if self._requests is not None:
             self._hear_requests(record.rows, counts, verified, result)
-        if record.plan.round is not None:
+        plan = record.plan
+        if plan.num_drafted_for is not None:
             self._prompts.hear(num_tokens)
             matched = self._matched(record, result) if self._reads_matches else ()
-            self.policy.observe(RoundOutcome(*record.plan.round, verified, matched))
+            self.policy.observe(RoundOutcome(plan.tier, plan.num_drafted_for, verified, matched))
 
     def _matched(
         self, record: StepRecord, result: HostResult
@@ -206,7 +209,7 @@ class RoundPlanner:
         emitting = [kv_len + num_prompt for kv_len, num_prompt, emits in lens if emits]
         num_reqs, kv_tokens = len(emitting), sum(emitting)
         if num_reqs == 0:
-            self._next_round = PlannedRound(self.policy.settled, 0)
+            self._next_round = self.policy.settled, 0
             return 0
         of_pace = partial(self._prompts.upcoming, num_reqs, kv_tokens)
         upcoming = UpcomingRound(num_reqs, kv_tokens, of_pace=of_pace)
@@ -227,7 +230,7 @@ class RoundPlanner:
             found = [0 if num_prompt else known[row] for row, num_prompt, emits in pairs if emits]
             upcoming = upcoming._replace(match_lens=found)
         tier = self.policy.choose(upcoming)
-        self._next_round = PlannedRound(self.policy.settled, len(emitting))
+        self._next_round = self.policy.settled, num_reqs
         return tier
 
 
