@@ -7,10 +7,12 @@ them the repository and, to show that each can fail, small bad sources.
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "python/sglang"
 EVERYWHERE = (PACKAGE, "sgl-kernel", "scripts", "benchmark", "training")
-MAX_FILE_LINES = 400
+MAX_CODE_LINES = 320  # of a file
 MAX_FUNCTION_LINES = 60
 
 QUESTION_WORDS = ("What", "Which", "Whether", "How", "Of", "By", "That", "Who", "Where", "When")
@@ -130,9 +132,19 @@ def _counted(path: str, hits: Iterable[tuple[int, str]]) -> list[Finding]:
     return [Finding(path, len(found), detail)] if found else []
 
 
+def num_code_lines(source: str) -> int:
+    """Counts lines with a name, a keyword or a number: not those of comments, text, brackets."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    words = (token for token in tokens if token.type in (tokenize.NAME, tokenize.NUMBER))
+    return len({token.start[0] for token in words})
+
+
 def check_file_size(path: str, source: str) -> list[Finding]:
-    lines = source.count("\n")
-    return [Finding(path, lines, "lines")] if lines > MAX_FILE_LINES else []
+    # A file of fewer lines has no more lines of code; to read its tokens would take longer.
+    if source.count("\n") <= MAX_CODE_LINES:
+        return []
+    lines = num_code_lines(source)
+    return [Finding(path, lines, "lines of code")] if lines > MAX_CODE_LINES else []
 
 
 def check_function_size(path: str, source: str) -> list[Finding]:
@@ -322,7 +334,7 @@ def check_local_text(path: str, text: str) -> list[Finding]:
 
 RULES = {
     "file size": Rule(
-        check_file_size, EVERYWHERE, f"{MAX_FILE_LINES} lines", "split by responsibility"
+        check_file_size, EVERYWHERE, f"{MAX_CODE_LINES} lines of code", "split by responsibility"
     ),
     "function size": Rule(
         check_function_size, EVERYWHERE, f"{MAX_FUNCTION_LINES} lines", "name a part and move it"

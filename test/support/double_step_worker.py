@@ -39,7 +39,7 @@ class DoubleStepWorker:
                     max_q_lens=[1] * len(decodes),
                     num_prompt_tokens=[0] * len(decodes),
                     emits=[True] * len(decodes),
-                    kv_len_upper_bounds=[batch.kv_len_upper_bounds[i] for i in decodes],
+                    kv_lens_before=[1 + batch.kv_lens_before[i] for i in decodes],
                     new_rows=[],
                     table_writes=PageTableWrites(),
                     all_greedy=batch.all_greedy,

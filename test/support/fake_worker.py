@@ -104,7 +104,7 @@ class FakeWorker:
             row, num_prompt = self._rows[row_index], batch.num_prompt_tokens[i]
             prompt_tokens = row.tokens[row.committed : row.committed + num_prompt]
             assert len(prompt_tokens) == num_prompt, "More than the prompt has."
-            assert row.committed + batch.max_q_lens[i] <= batch.kv_len_upper_bounds[i]
+            assert row.committed <= batch.kv_lens_before[i]
             tokens, num_kept = self._step(
                 row_index, row, prompt_tokens, batch.max_q_lens[i], batch.emits[i]
             )

@@ -97,7 +97,7 @@ class Feeder:
 
     def feed(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """One step; returns the logits of each request's last row, as the sampler gets them."""
-        new_rows, rows, bounds = [], [], []
+        new_rows, rows, fed = [], [], []
         for name, tokens in chunks.items():
             if name not in self.requests:
                 kv = self.requests[name] = self.ledger.admit((), [0])
@@ -107,17 +107,17 @@ class Feeder:
             self._sequences[name] += tokens
             known = as_array(self._sequences[name])
             new_rows.append(NewRow(kv.row, self.fed[name], known, GREEDY, 0))
+            fed.append(self.fed[name])
             self.fed[name] += len(tokens)
             assert self.ledger.reserve(kv, self.fed[name])
             rows.append(kv.row)
-            bounds.append(self.fed[name])
         q_lens = [len(tokens) for tokens in chunks.values()]
         batch = ScheduleBatch(
             rows=rows,
             max_q_lens=q_lens,
             num_prompt_tokens=q_lens,
             emits=[True] * len(rows),
-            kv_len_upper_bounds=bounds,
+            kv_lens_before=fed,
             new_rows=new_rows,
             table_writes=self.ledger.take_table_writes(),
             all_greedy=True,
@@ -160,6 +160,7 @@ class Decoding:
         while min(map(len, outputs)) < num_tokens:
             chunks = [prompt[fed : fed + chunk] for prompt, fed in zip(prompts, lens, strict=True)]
             q_lens = [len(tokens) or 1 for tokens in chunks]
+            before = lens
             lens = [length + q_len for length, q_len in zip(lens, q_lens, strict=True)]
             for kv, length in zip(kvs, lens, strict=True):
                 assert self.ledger.reserve(kv, length)
@@ -170,7 +171,7 @@ class Decoding:
                     max_q_lens=q_lens,
                     num_prompt_tokens=[len(tokens) for tokens in chunks],
                     emits=emits,
-                    kv_len_upper_bounds=lens,
+                    kv_lens_before=before,
                     new_rows=new,
                     table_writes=self.ledger.take_table_writes(),
                     all_greedy=True,

@@ -58,18 +58,14 @@ def h100() -> PriceTable:
 def shape_of(batch: ScheduleBatch) -> StepShape:
     """A step as it is launched, for its price."""
     kv_tokens, num_read, chunks = 0, 0, list[PromptChunk]()
-    for num_rows, num_prompt, emits, kv_end in zip(
-        batch.max_q_lens,
-        batch.num_prompt_tokens,
-        batch.emits,
-        batch.kv_len_upper_bounds,
-        strict=True,
+    for num_rows, num_prompt, emits, kv_len in zip(
+        batch.max_q_lens, batch.num_prompt_tokens, batch.emits, batch.kv_lens_before, strict=True
     ):
         num_read += emits
         if num_prompt:
-            chunks.append(PromptChunk(kv_end - num_rows, num_rows))
+            chunks.append(PromptChunk(kv_len, num_rows))
         else:
-            kv_tokens += kv_end
+            kv_tokens += kv_len + num_rows
     num_rows = sum(batch.max_q_lens)
     widest = max(batch.max_q_lens)
     return StepShape(len(batch.rows), widest, num_rows, num_read, kv_tokens, 0, tuple(chunks))

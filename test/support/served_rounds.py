@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang.srt.device_copies import HostCopy
+from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -79,7 +80,8 @@ class SomeLeftOut(LeftOutRows):
 
 def parts_of(num_rows: int) -> DrafterParts:
     """What a `RoundPlanner` looks at."""
-    target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
+    config = SimpleNamespace(capabilities=TritonBackend.capabilities())
+    target = SimpleNamespace(graph_keys=None, config=config)
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))
     runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
     return DrafterParts(None, runners, cast(Any, None))
@@ -258,7 +260,7 @@ def batch_of(
         max_q_lens=[each or 2 * MAX_DRAFTS for each in prompts],
         num_prompt_tokens=list(prompts),
         emits=[emits] * count,
-        kv_len_upper_bounds=[each or 2 * MAX_DRAFTS for each in prompts],
+        kv_lens_before=[0] * count,
         new_rows=[],
         table_writes=PageTableWrites(()),
         all_greedy=True,

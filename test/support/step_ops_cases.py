@@ -151,7 +151,7 @@ class Step:
             max_q_lens=self.q_lens,
             num_prompt_tokens=self.num_prompt,
             emits=self.emits,
-            kv_len_upper_bounds=[WIDTH] * len(self.rows),
+            kv_lens_before=[WIDTH - q_len for q_len in self.q_lens],
             new_rows=[],
             table_writes=table_writes(
                 [self.rows[place // WIDTH] for place in places],

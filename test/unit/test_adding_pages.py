@@ -1,35 +1,26 @@
-"""docs/adding_a_*.md name the files that an addition touches: those of the page's own example."""
+"""docs/adding_a_*.md name all files that an addition touches: additions are made in a copy of the
+source, by the files that the pages list and no others, and work there."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from typing import NamedTuple
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from additions import ADDITIONS, copy_with_additions
 from code_shape import ROOT, only_gives_names, project_texts
+from utils import make_random_model
 
 LISTED = re.compile(r"^- `([^`]+)`: \S", re.M)
-CODE = ("python/", "sgl-kernel/")
-NO_CODE = ("sgl-kernel/tests/",)
-
-
-class Page(NamedTuple):
-    """What its example is called in code, and how many files an addition may touch."""
-
-    example: str
-    max_files: int
-
-
-PAGES = {
-    "adding_a_backend": Page('TorchNativeBackend|"torch_native"', 2),
-    "adding_a_control_call": Page("update_weight_version|UpdateWeightVersion", 5),
-    "adding_a_drafter": Page('MaskDrafter|"mtp"', 3),
-    "adding_a_length_policy": Page(r"\bFullLength\b", 2),
-    "adding_a_metric": Page(r"\bnum_ended_by_grammars\b", 3),
-    "adding_a_model": Page("Qwen3", 2),
-    "adding_a_sampling_parameter": Page(r"\bmin_p\b", 6),
-}
+CODE = "python/"
+PROMPT, NUM_NEW = [5, 9, 3, 5, 9], 12  # those of additions_at_work.py
 
 
 def listed_files(page: str) -> set[str]:
@@ -39,26 +30,80 @@ def listed_files(page: str) -> set[str]:
     return {path for path in LISTED.findall(section) if not path.startswith("test/")}
 
 
-def files_that_name(example: str) -> set[str]:
-    """Code that names the example; a module that only gives names of another is none."""
-    found = set()
-    for path, text in project_texts().items():
-        is_code = path.startswith(CODE) and not path.startswith(NO_CODE)
-        is_code &= path.endswith((".py", ".cu", ".cuh")) and "egg-info" not in path
-        if not is_code or not re.search(example, text):
-            continue
-        if not path.endswith(".py") or not only_gives_names(text):
-            found.add(path)
-    return found
+@pytest.mark.parametrize("page", ADDITIONS)
+def test_an_addition_touches_the_files_that_its_page_lists(page: str) -> None:
+    assert ADDITIONS[page].files == listed_files(page)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_page_lists_the_files_that_name_its_example(name: str) -> None:
-    page = PAGES[name]
-    files = listed_files(name)
-    assert files == files_that_name(page.example)
-    assert len(files) <= page.max_files
+def test_each_page_has_an_addition() -> None:
+    """A length policy works only where a test names it: there is no flag."""
+    pages = {path.stem for path in (ROOT / "docs").glob("adding_a_*.md")}
+    assert pages == ADDITIONS.keys() | {"adding_a_length_policy"}
 
 
-def test_every_page_is_held_to_the_tree() -> None:
-    assert {path.stem for path in (ROOT / "docs").glob("adding_a_*.md")} == set(PAGES)
+def test_a_length_policy_is_named_in_the_files_that_its_page_lists() -> None:
+    found = {
+        path
+        for path, text in project_texts().items()
+        if path.startswith(CODE) and path.endswith(".py") and re.search(r"\bFullLength\b", text)
+        if not only_gives_names(text)
+    }
+    assert listed_files("adding_a_length_policy") == found
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A model of the added family, and what transformers' Qwen3 says with the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_random_model("qwen3", tmp_path_factory.mktemp("models") / "twin")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(NUM_NEW):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["TwinForCausalLM"], "model_type": "twin", "num_repeated": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, tokens[len(PROMPT) :]
+
+
+@pytest.fixture(scope="module")
+def found(twin: tuple[Path, list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    copy = copy_with_additions(tmp_path_factory.mktemp("copy"))
+    places = [copy / "python", copy / "sgl-kernel" / "python"]
+    script = ROOT / "test" / "support" / "additions_at_work.py"
+    process = subprocess.run(
+        [sys.executable, "-P", str(script), str(twin[0])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))},
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return answer
+
+
+def test_the_added_model_backend_and_drafter_give_the_models_tokens(
+    found: dict[str, Any], twin: tuple[Path, list[int]]
+) -> None:
+    assert found["backend"] == "eager"
+    assert found["num_drafts"] > 0
+    assert found["tokens"] == twin[1]
+
+
+def test_the_added_sampling_parameter_rules_tokens_out(found: dict[str, Any]) -> None:
+    """Few enough that the best one alone is left."""
+    freely, best = found["drawn"]
+    assert best == found["tokens"] != freely
+
+
+def test_the_added_control_call_is_answered(found: dict[str, Any]) -> None:
+    assert found["noted"] == "Noted: trained"
+    assert found["route"] == ["/note_weights"]
+
+
+def test_the_added_metric_is_shown(found: dict[str, Any]) -> None:
+    assert found["metric"] == ['sglang:ended_by_length_total{model_name="twin"} 3.0']

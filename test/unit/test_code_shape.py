@@ -13,7 +13,7 @@ import pytest
 
 from code_shape import (
     HEAVY_MODULES,
-    MAX_FILE_LINES,
+    MAX_CODE_LINES,
     MAX_FUNCTION_LINES,
     PACKAGE,
     ROOT,
@@ -81,7 +81,7 @@ def test_processes_without_a_model_do_not_load_torch() -> None:
 
 SRT = f"{PACKAGE}/srt"
 BAD_SOURCES = {
-    "file size": [(f"{SRT}/a.py", "x = 1\n" * (MAX_FILE_LINES + 1))],
+    "file size": [(f"{SRT}/a.py", "x = (\n    1\n)\n" * (MAX_CODE_LINES // 2 + 1))],
     "function size": [(f"{SRT}/a.py", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)],
     "global": [("scripts/a.py", "def f():\n    global x\n    x = 1\n")],
     "probe": [
@@ -154,6 +154,7 @@ GOOD_SOURCES = [
     (f"{SRT}/a.py", "model.eval()\ngetattr(x, name)\n"),
     (f"{SRT}/a.py", "try:\n    f()\nexcept OSError:\n    pass"),
     (f"{SRT}/a.py", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
+    (f"{SRT}/a.py", '"""A\nb."""\n' + "# a\n\nx = (\n    'a'\n)\n" * MAX_CODE_LINES),
 ]
 
 

@@ -14,13 +14,13 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.model_executor.measured_rows import rows_of
 from sglang.srt.model_executor.measured_times import Launch, shown, timed_passes
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
     MANY_ROWS,
     PriceMeter,
     priced_graphs,
+    rows_of,
 )
 from sglang.srt.step.price_table import PromptChunk
 from utils import MTP_MAX_ROWS, Setup, make_random_llama, make_runner

@@ -116,13 +116,18 @@ def test_all_pools_are_released_and_restored_together(
 
 def test_restored_memory_is_where_its_addresses_say(paths: tuple[Path, Path]) -> None:
     memory = make_runners(*configs(paths)).memory
-    notes = memory.pools[1].add_notes(1)
+    pool = memory.pools[1]
+    pool.track_starts(4)
+    notes, marks = pool.add_notes(1), pool.left_out
+    assert marks is not None
+    marks.fill_(True)
     addresses = memory.addresses()
     memory.release()
     addresses.table.zero_()  # memory that was taken again may be anywhere
     memory.restore()
-    tensors = [*memory.pools[0].kv, *memory.pools[1].kv, notes]
+    tensors = [*memory.pools[0].kv, *pool.kv, marks, notes]
     assert addresses.table[:, 0].tolist() == [tensor.data_ptr() for tensor in tensors]
+    assert not marks.any()
 
 
 def test_pools_of_which_one_finds_no_memory_all_stay_released(paths: tuple[Path, Path]) -> None:

@@ -108,7 +108,7 @@ def accept(cases: list[Case], state: RequestRows, pool: ReqToTokenPool) -> Accep
         max_q_lens=q_lens,
         num_prompt_tokens=[0] * count,
         emits=[True] * count,
-        kv_len_upper_bounds=[WIDTH] * count,
+        kv_lens_before=[WIDTH - q_len for q_len in q_lens],
         new_rows=[],
         table_writes=PageTableWrites(),
         all_greedy=True,

@@ -43,7 +43,7 @@ def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
         max_q_lens=[20] * len(rows),
         num_prompt_tokens=PROMPTS,
         emits=[True] * len(rows),
-        kv_len_upper_bounds=[40] * len(rows),
+        kv_lens_before=[20] * len(rows),
         new_rows=[],
         table_writes=PageTableWrites(),
         all_greedy=True,

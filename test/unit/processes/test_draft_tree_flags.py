@@ -171,17 +171,22 @@ def test_masks_larger_than_the_backend_takes_are_refused(
 ) -> None:
     """They are of all rows of a step, prompts too, and of all keys of each row's request."""
     config = tree_config(target, tmp_path, eagle_topk=2)
-    drafter, without, execution = config.drafter, replace(config, drafter=None), config.execution
+    drafter, execution = config.drafter, config.execution
     assert drafter is not None
     num_rows = (
         execution.max_prompt_rows + execution.max_running_requests * execution.max_decode_rows
     )
     most = num_rows * execution.context_len
+
+    def without() -> RuntimeConfig:
+        """Knows no capabilities yet."""
+        return replace(config, drafter=None, execution=replace(execution))
+
     change_torch_native(monkeypatch, max_mask_entries=most)
-    assert with_drafter(without, drafter).drafter == drafter
+    assert with_drafter(without(), drafter).drafter == drafter
     change_torch_native(monkeypatch, max_mask_entries=most - 1)
     with pytest.raises(ConfigError, match=r"torch_native: masks .* lower --chunked-prefill-size"):
-        with_drafter(without, drafter)
+        with_drafter(without(), drafter)
 
 
 def test_flashinfers_masks_are_bounded(target: Path, tmp_path: Path) -> None:

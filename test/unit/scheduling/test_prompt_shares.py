@@ -266,7 +266,7 @@ def check_prices(steps: list[Fed], prices: PriceTable, max_ms: float) -> None:
         kv_tokens = row_kv = num_read = 0
         chunks = list[PromptChunk]()
         for i, num_rows in enumerate(batch.max_q_lens):
-            before = batch.kv_len_upper_bounds[i] - num_rows
+            before = batch.kv_lens_before[i]
             if is_decode[i]:
                 kv_tokens += before
                 row_kv += num_rows * before

@@ -31,7 +31,7 @@ def batch_of(*requests: tuple[int, int, int, bool]) -> ScheduleBatch:
         max_q_lens=reserved,
         num_prompt_tokens=prompts,
         emits=emits,
-        kv_len_upper_bounds=[sum(pair) for pair in zip(bounds, reserved, strict=True)],
+        kv_lens_before=bounds,
         new_rows=[],
         table_writes=PageTableWrites(),
         all_greedy=True,

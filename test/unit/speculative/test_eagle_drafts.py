@@ -3,14 +3,16 @@ chunks, cached prefixes, retractions, drafts that were confirmed and drafts that
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compared_drafter import NUM_STEPS, compared, compared_drafters, write_noisy_models
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, FILE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
@@ -88,6 +90,32 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
     assert (seen["publishers' tokens"] > 0) == use_radix_cache, seen
     if retract_interval:
         assert any(each.num_retractions for each in harness.outputs.values())
+
+
+def test_tokens_whose_keys_are_zero_are_not_taken_for_left_out(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    """As keys of 8 bits may be, which small numbers become."""
+    head = tmp_path / "head"
+    shutil.copytree(paths[EAGLE3], head)
+    weights = load_file(head / FILE)
+    [name] = [name for name in weights if name.endswith("k_proj.weight")]
+    weights[name].zero_()
+    save_file(weights, head / FILE)
+    setup = Setup(
+        num_pages=1024,
+        page_size=1,
+        chunked_prefill_size=6,
+        retract_interval=0,
+        use_radix_cache=True,
+        context_len=CONTEXT,
+        max_decode_rows=2 * NUM_STEPS,
+    )
+    harness = compared({**paths, EAGLE3: head}, EAGLE3, setup, RESTING)
+    serve_twice(harness)
+    seen = harness.drafter.seen
+    assert seen["behind cached"] > 20, seen
+    assert seen["behind cached ones left out"] > 4, seen
 
 
 @pytest.mark.long_matrix

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.draft_shapes import DraftShape
+from sglang.srt.registry import ATTENTION_BACKENDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +67,11 @@ class ExecutionConfig:
     draft_steps: Mapping[DraftShape, tuple[range, ...]] = field(default_factory=dict)
     reads_one_row: bool = False
     may_rest: bool = False
+
+    @cached_property
+    def capabilities(self) -> AttentionCapabilities:
+        """The abilities of `attention_backend`."""
+        capabilities: AttentionCapabilities = ATTENTION_BACKENDS.load(
+            self.attention_backend
+        ).capabilities()
+        return capabilities

@@ -10,7 +10,6 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.models.transformer import CausalLM
 from sglang.srt.platform import memory_for
-from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.weight_sync.weight_store import WeightStore
 
 
@@ -29,8 +28,7 @@ class LoadedModel:
 
     def __init__(self, config: ExecutionConfig) -> None:
         dtype = getattr(torch, config.dtype)
-        backend = ATTENTION_BACKENDS.load(config.attention_backend)
-        problems = backend.capabilities().problems(config.device, dtype, config.page_size)
+        problems = config.capabilities.problems(config.device, dtype, config.page_size)
         if problems:
             raise ValueError(
                 f"--attention-backend {config.attention_backend} cannot be used:"

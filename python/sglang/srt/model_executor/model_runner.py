@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionCapabilities
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput, dummy_step
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
@@ -19,7 +19,6 @@ from sglang.srt.model_executor.draft_shapes import DraftShape, TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftTreePass
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
-from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
 from sglang.srt.model_executor.loaded_model import LoadedModel
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs, keys_of_draft_steps, plan_nothing
@@ -47,6 +46,22 @@ class ForwardResult:
     hidden: torch.Tensor
     used_graph: bool
     taps: torch.Tensor | None = None
+
+
+class _HostThreads:
+    """Torch threads by the size of a step: waking a second thread for each small operation costs
+    more than it computes."""
+
+    MIN_ROWS_PER_THREAD = 4
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        torch.set_num_threads(max_threads)
+
+    def use_for(self, num_rows: int) -> None:
+        wanted = max(1, min(self._max_threads, num_rows // self.MIN_ROWS_PER_THREAD))
+        if wanted != torch.get_num_threads():  # which a step of another runner may have changed
+            torch.set_num_threads(wanted)
 
 
 class ModelRunner:
@@ -82,9 +97,8 @@ class ModelRunner:
             load(self.operations.layers)(self.device), attention, self.kv_pool
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
-        self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
+        self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None
         self.max_prompt_rows = config.max_prompt_rows
-        self._capabilities: AttentionCapabilities = backend.capabilities()
         self._config = config
         self._graphs: RunnerGraphs | None = None
         self._graphs_ms: dict[GraphKey, float] = {}
@@ -148,7 +162,8 @@ class ModelRunner:
         config = self._config
         if not self.is_whole or config.max_graph_width == 0 or not (keys := self._keys()).all:
             return None
-        draft_keys, is_foreseen = dict[DraftShape, GraphKeys](), self._capabilities.captures_plans
+        draft_keys = dict[DraftShape, GraphKeys]()
+        is_foreseen = config.capabilities.captures_plans
         if is_foreseen:
             draft_keys = keys_of_draft_steps(config, self.model.draft_hidden_width)
         every = [key for each in (keys, *draft_keys.values()) for key in each.all]
@@ -164,7 +179,7 @@ class ModelRunner:
 
     def _keys(self) -> GraphKeys:
         """Returns the keys of all graphs but those of several draft steps."""
-        config, model, capabilities = self._config, self.model, self._capabilities
+        config, model, capabilities = self._config, self.model, self._config.capabilities
         steps_alone = bool(config.draft_steps) and not capabilities.captures_plans
         keys = GraphKeys(
             capabilities.graph,
@@ -227,7 +242,7 @@ class ModelRunner:
         config = self._config
         q_lens = [min(size, config.row_width) for size in WARM_UP_Q_LENS]
         self._run_dummy(q_lens)
-        if self._capabilities.reads_q_starts and config.max_decode_rows > 1:
+        if self._config.capabilities.reads_q_starts and config.max_decode_rows > 1:
             self._run_dummy(q_lens, is_packed=True)
         if config.captures_trees:
             self._run_dummy(q_lens, has_masks=True)
@@ -277,7 +292,8 @@ class ModelRunner:
     @property
     def can_be_part_of_graph(self) -> bool:
         """Tells whether steps may run in `as_part_of_graph` now."""
-        return self._graphs is not None and self._capabilities.captures_plans and self.is_whole
+        captures_plans = self._config.capabilities.captures_plans
+        return self._graphs is not None and captures_plans and self.is_whole
 
     @contextmanager
     def as_part_of_graph(self) -> Iterator[None]:

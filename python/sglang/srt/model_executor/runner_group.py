@@ -19,7 +19,7 @@ from sglang.srt.model_executor.loaded_model import LoadedModel
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY, ModelRunner
 from sglang.srt.observability.start_log import start_phase
 from sglang.srt.platform import memory_for, static_bytes_left
-from sglang.srt.registry import ATTENTION_BACKENDS, HEADS, OPERATIONS, load
+from sglang.srt.registry import HEADS, OPERATIONS, load
 
 FEW_LAYERS = 2  # the first and the last; layers between them launch the same kernels
 
@@ -70,8 +70,8 @@ class CompilesAhead(Protocol):
 def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
     """Starts to compile what steps will launch, before there are weights: models of the same sizes
     and few layers launch the same. None where that cannot be told."""
-    place, backend = OPERATIONS[config.ops].ahead, ATTENTION_BACKENDS.load(config.attention_backend)
-    if not place or config.device == "cpu" or not backend.capabilities().captures_plans:
+    place = OPERATIONS[config.ops].ahead
+    if not place or config.device == "cpu" or not config.capabilities.captures_plans:
         return None
     kernels: CompilesAhead = load(place)()
     with start_phase("Rehearsing steps"):

@@ -109,13 +109,13 @@ class LookaheadRows:
         prompts = list[PromptChunk]()
         for i, row in enumerate(batch.rows):
             num_prompt = batch.num_prompt_tokens[i]
-            kv_len = batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + num_prompt
+            kv_len = batch.kv_lens_before[i]
             if num_prompt:
-                prompts.append(PromptChunk(kv_len - num_prompt, num_prompt))
+                prompts.append(PromptChunk(kv_len, num_prompt))
             if not batch.emits[i]:
                 prompt_reqs += 1
                 continue
-            kv_tokens += kv_len
+            kv_tokens += kv_len + num_prompt
             pending = self._max_pending(row, num_prompt, longest_pending) if num_prompt == 0 else 0
             key = self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending
             emitting[key] += 1

@@ -28,11 +28,7 @@ from sglang.srt.processes.flag_checks import (
     no_gpu,
     num_threads_of,
 )
-from sglang.srt.registry import (
-    ATTENTION_BACKENDS,
-    DEFAULT_OPERATIONS,
-    DRAFTERS,
-)
+from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DrafterType
@@ -85,7 +81,7 @@ def resolve(
     device = _device(args, platform)
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
-    captures = _captures_graphs(args, device)
+    captures = device != "cpu" and not args.disable_cuda_graph
     planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
         model=model,
@@ -127,7 +123,7 @@ def resolve(
         scheduler=scheduler,
         use_radix_cache=not args.disable_radix_cache,
     )
-    drafter = _drafter(args, model, environ, device)
+    drafter = _drafter(args, model, environ, execution)
     config = config if drafter is None else with_drafter(config, drafter)
     if device == "cpu":
         check_tables(args.max_running_requests, config.execution.row_width, available_bytes)
@@ -218,26 +214,22 @@ def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) 
     )
 
 
-def _captures_graphs(args: ServerArgs, device: str) -> bool:
-    return device != "cpu" and not args.disable_cuda_graph
-
-
 def _drafter(
-    args: ServerArgs, model: ModelConfig, environ: Environ, device: str
+    args: ServerArgs, model: ModelConfig, environ: Environ, execution: ExecutionConfig
 ) -> DrafterConfig | None:
     """Returns the drafter of --speculative-algorithm, else multi-token prediction if the model has
     a mask token, which is never emitted in either case."""
     mask, drafter = drafter_of(args, model, environ)
     if drafter is not None or mask is None:
         return drafter
-    return DrafterConfig("mtp", _mtp(args, mask, environ, device))
+    return DrafterConfig("mtp", _mtp(args, mask, environ, execution))
 
 
 def _check_masks(config: RuntimeConfig, max_rows: int) -> None:
     """Refuses trees that the attention backend has no masks for, or too large ones."""
     execution, prompt_rows = config.execution, config.scheduler.planner.chunked_prefill_size
     backend = execution.attention_backend
-    capabilities = ATTENTION_BACKENDS.load(backend).capabilities()
+    capabilities = execution.capabilities
     if not capabilities.tree_masks:
         raise ConfigError(
             f"--attention-backend {backend} has no masks for trees of drafts; use"
@@ -248,20 +240,20 @@ def _check_masks(config: RuntimeConfig, max_rows: int) -> None:
     check_masks(backend, capabilities.max_mask_entries, num_rows, execution.context_len)
 
 
-def _mtp(args: ServerArgs, mask: int, environ: Environ, device: str) -> MTPConfig:
+def _mtp(args: ServerArgs, mask: int, environ: Environ, execution: ExecutionConfig) -> MTPConfig:
+    is_cpu = execution.device == "cpu"
     return MTPConfig(
         mask_token_id=mask,
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
-        trims_rows=device == "cpu",
-        packs_rows=device != "cpu" and _can_pack(args, device),
+        trims_rows=is_cpu,
+        packs_rows=not is_cpu and _can_pack(args, execution),
         length_policy="full_length" if environ.mtp_fixed_k else "load_aware",
-        bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
+        bypasses_graphs=execution.max_graph_width > 0 and args.disable_mtp_cuda_graph,
     )
 
 
-def _can_pack(args: ServerArgs, device: str) -> bool:
+def _can_pack(args: ServerArgs, execution: ExecutionConfig) -> bool:
     """Tells whether the device may divide a step's rows among its requests without a wait."""
-    backend = ATTENTION_BACKENDS.load(attention_backend_of(args, device))
     is_small = args.max_running_requests <= MAX_REQUESTS and args.mtp_max_k - 1 <= MAX_MASKS
-    return is_small and bool(backend.capabilities().reads_q_starts)
+    return is_small and execution.capabilities.reads_q_starts

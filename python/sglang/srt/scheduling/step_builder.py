@@ -74,15 +74,15 @@ class StepBuilder:
         knows how many rows they feed, and so where they begin."""
         added = sorted(self._added, key=lambda entry: entry.num_prompt == 0)
         wanted, launched = LogprobsAndHiddenPlan(), list[LaunchedRow]()
-        rows, new_rows, kv_bounds = list[int](), list[NewRow](), list[int]()
-        for req, num_prompt, q_len, max_kept, emits in added:
+        rows, new_rows, kv_lens = list[int](), list[NewRow](), list[int]()
+        for req, num_prompt, _, max_kept, emits in added:
             assert req.kv is not None
             if req.row_is_new:
                 new_rows.append(_new_row(req, req.kv.row))
                 req.row_is_new = False
             num_scored, num_hidden = wanted.add(req, num_prompt, max_kept, emits)
             rows.append(req.kv.row)
-            kv_bounds.append(req.committed_bound + q_len)
+            kv_lens.append(req.committed_bound)
             ends_prompt = emits and num_prompt > 0
             launched.append(LaunchedRow(req, max_kept, emits, ends_prompt, num_scored, num_hidden))
         params = [entry.req.params for entry in added if entry.emits]
@@ -91,7 +91,7 @@ class StepBuilder:
             max_q_lens=[entry.q_len for entry in added],
             num_prompt_tokens=[entry.num_prompt for entry in added],
             emits=[entry.emits for entry in added],
-            kv_len_upper_bounds=kv_bounds,
+            kv_lens_before=kv_lens,
             new_rows=new_rows,
             table_writes=table_writes,
             all_greedy=all(each.is_greedy for each in params),

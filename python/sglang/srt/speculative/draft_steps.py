@@ -18,6 +18,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.drafter import ExtendedStep
+from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 
 
@@ -102,7 +103,7 @@ def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: 
     bounds = []
     for i in requests:
         most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted
-        bounds.append(batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + most_kept + 1)
+        bounds.append(batch.kv_lens_before[i] + most_kept + 1)
     assert max(bounds) + num_steps - 1 <= table.shape[1], "Slots are reserved past a row's end."
     rows, chosen = step.rows, None
     if len(requests) < len(batch.rows):
@@ -120,3 +121,22 @@ def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: 
     torch.add(positions, 1, out=kv_lens)
     certain = step.state.tokens[rows, committed].to(torch.int64)
     return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain)
+
+
+def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:
+    """[T] int64; the row of the token table that each row fed belongs to, of padding any.
+
+    Args:
+        ends: [R] int64; place after the last row of each request.
+    """
+    places = torch.arange(inputs.input_ids.shape[0], device=ends.device)
+    requests = torch.searchsorted(ends, places, right=True)
+    return inputs.rows[requests.clamp(max=len(ends) - 1)]
+
+
+def next_tokens(state: RequestRows, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[T] int64; the token at the position after each of positions [T] of rows [T]: of a prompt's
+    row the prompt's next one, also at a chunk's end; of the last row kept the certain one; after
+    rows that were not kept, any."""
+    last = state.tokens.shape[1] - 1
+    return state.tokens[rows, (positions + 1).clamp(max=last)].to(torch.int64)

@@ -16,10 +16,14 @@ from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.registry import ATTENTION_BACKENDS, load
-from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
+from sglang.srt.registry import load
 from sglang.srt.speculative.draft_prices import measured_rounds
-from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
+from sglang.srt.speculative.draft_steps import (
+    DraftSteps,
+    next_tokens,
+    plan_draft_steps,
+    rows_of_requests,
+)
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
@@ -77,8 +81,7 @@ class EagleDrafter(Drafter):
         steps = options.rounds.draft_steps
         # Of trees the head is fed the confirmed path alone, as a prompt.
         target = replace(target, capture=NO_CAPTURE, captures_trees=False)
-        backend = ATTENTION_BACKENDS.load(target.attention_backend).capabilities()
-        may_rest = options.rounds.policy.may_rest and backend.reads_kv_starts
+        may_rest = options.rounds.policy.may_rest and target.capabilities.reads_kv_starts
         return (replace(target, model=options.head, draft_steps=steps, may_rest=may_rest),)
 
     @classmethod
@@ -98,7 +101,7 @@ class EagleDrafter(Drafter):
             if step.plan.rests:
                 self._left_out.leave_out(step.inputs.slots)
                 return None
-            self._left_out.look_at_prefixes(step)
+            self._left_out.feed(step)
         return self.forward_draft_extend(step)
 
     def propose(self, step: ExtendedStep) -> None:

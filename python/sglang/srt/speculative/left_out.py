@@ -1,7 +1,8 @@
 """Tokens that a drafter's model was not fed, since it was left out of steps (`StepPlan.rests`).
 
 It has no KV of them, so of each row it sees those after the last one alone
-(`MHATokenToKVPool.kv_starts`). Their slots are marked in its pool: a cached prefix may have some.
+(`MHATokenToKVPool.kv_starts`). Its pool marks their slots (`left_out`): a cached prefix may have
+some.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class LeftOutRows:
 
 
 class LeftOutTokens:
-    """Keeps `kv_starts` of a pool.
-
-    A slot is marked by zeros as K of its first head in the first layer, which no token has.
+    """Keeps `kv_starts` and `left_out` of a pool.
 
     Args:
         pool: of the drafter's model, with `kv_starts`.
@@ -56,8 +55,9 @@ class LeftOutTokens:
 
     def __init__(self, table: ReqToTokenPool, pool: MHATokenToKVPool, state: RequestRows) -> None:
         assert pool.kv_starts is not None, "The model is fed every token."
+        assert pool.left_out is not None, "The model is fed every token."
         self._starts = pool.kv_starts
-        self._keys = pool.k[0][:, 0]  # [slots, head_dim]
+        self._marks = pool.left_out[:, 0]  # [slots]
         self._table = table.req_to_token
         self._state = state
         self._any_marked = False
@@ -75,19 +75,20 @@ class LeftOutTokens:
     def leave_out(self, slots: torch.Tensor) -> None:
         """Marks the slots [T] int64 that a step has fed to the target alone."""
         self._any_marked = True
-        self._keys.index_fill_(0, slots, 0.0)
+        self._marks.index_fill_(0, slots, True)
 
-    def look_at_prefixes(self, step: ComputedStep) -> None:
-        """Looks at the new requests of a step whose tokens the model is about to be fed: they see
-        their cached prefix after its last mark. Waits for nothing on the device."""
+    def feed(self, step: ComputedStep) -> None:
+        """Takes the marks from the slots of a step whose tokens the model is about to be fed, in
+        graphs of steps too. New requests see their cached prefix after its last mark. Waits for
+        nothing on the device."""
+        self._marks.index_fill_(0, step.inputs.slots, False)
         if not self._any_marked:
             return
         for new in step.batch.new_rows:
             if new.num_committed:
                 slots = self._table[new.row, : new.num_committed].to(torch.int64)
-                is_marked = (self._keys[slots] == 0).all(dim=1)
                 ends = torch.arange(1, new.num_committed + 1, device=slots.device)
-                self._starts[new.row] = (ends * is_marked).amax()
+                self._starts[new.row] = (ends * self._marks[slots]).amax()
 
     def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
         return to_device(rows, self._starts.device, torch.int64)

@@ -15,7 +15,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.registry import ATTENTION_BACKENDS, load
+from sglang.srt.registry import load
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
@@ -58,8 +58,6 @@ class NgramDrafter(Drafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         options: NgramConfig = parts.options
-        if options.breadth > 1:
-            _check_trees(parts.runners.target.config.attention_backend)
         self._state = parts.state
         self._step_ops = parts.runners.target.step_ops
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
@@ -196,18 +194,6 @@ class NgramDrafter(Drafter):
 
 # SGLang's name of it. The target's pass and verification are no part: see `TpModelWorker`.
 NGRAMWorker = NgramDrafter
-
-
-def _check_trees(backend: str) -> None:
-    """
-    Raises:
-        ValueError: if the attention backend knows no trees.
-    """
-    if not ATTENTION_BACKENDS.load(backend).capabilities().tree_masks:
-        raise ValueError(
-            f"--speculative-ngram-max-bfs-breadth: --attention-backend {backend} knows no trees of"
-            " drafts; use 1, or another backend."
-        )
 
 
 def _counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:

@@ -18,8 +18,8 @@ SPREAD, MAX_NUMBERS = 1.7, 6
 
 def round_of(batch: ScheduleBatch) -> RoundCase:
     """Returns what the decoding requests of a step do, beside its prompts."""
-    lens = zip(batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True)
-    decodes = [bound - reserved for bound, reserved, num_prompt in lens if not num_prompt]
+    lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, strict=True)
+    decodes = [kv_len for kv_len, num_prompt in lens if not num_prompt]
     return RoundCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
 
 

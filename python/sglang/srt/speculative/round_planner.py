@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 
 from sglang.srt.lookahead.contract import Planner, StepPlan, StepRecord
-from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
@@ -54,7 +53,7 @@ class RoundPlanner(Planner):
     ) -> None:
         self.tile_spec: TileSpec | None = None
         policy_prices: RoundPrices | None = prices
-        packs_in_graphs = _packs_in_graphs(parts)
+        packs_in_graphs = parts.runners.target.config.capabilities.reads_q_starts
         if options.tile_spec_cache is not None:
             assert prices is not None, "Rows go by prices, and none were measured."
             tables = RoundTables(prices, packs_in_graphs)
@@ -184,9 +183,8 @@ class RoundPlanner(Planner):
         """Drafts that requests get for their next step, which is taken to have the requests that
         emit in this one, and as many prompts per new token as there were lately; 0 if no request
         emits, whatever tiers there are."""
-        bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
-        lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
-        emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
+        lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, batch.emits, strict=True)
+        emitting = [kv_len + num_prompt for kv_len, num_prompt, emits in lens if emits]
         num_reqs, kv_tokens = len(emitting), sum(emitting)
         if num_reqs == 0:
             self._next_round = self.policy.settled, 0
@@ -220,10 +218,3 @@ def right_places(result: HostResult, index: int) -> Collection[int]:
     if not result.paths:
         return range(num_right)
     return [node - 1 for node in result.paths[index][1 : 1 + num_right]]
-
-
-def _packs_in_graphs(parts: DrafterParts) -> bool:
-    """Tells whether packed steps replay graphs."""
-    backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
-    reads_q_starts: bool = backend.capabilities().reads_q_starts
-    return reads_q_starts

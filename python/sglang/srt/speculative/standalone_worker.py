@@ -18,9 +18,13 @@ from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.draft_shapes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
-from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
+from sglang.srt.speculative.draft_steps import (
+    DraftSteps,
+    next_tokens,
+    plan_draft_steps,
+    rows_of_requests,
+)
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,

@@ -40,7 +40,7 @@ def forward_batch_of(
 ) -> ForwardBatch:
     """Makes the batch of the T rows of a step that is laid out."""
     q_lens, lookahead = counts.q_lens, layout.lookahead
-    trimmed = zip(batch.kv_len_upper_bounds, batch.max_q_lens, q_lens, strict=True)
+    bounds = [kv_len + fed for kv_len, fed in zip(batch.kv_lens_before, q_lens, strict=True)]
     return ForwardBatch(
         input_ids=layout.input_ids,
         positions=layout.positions,
@@ -48,7 +48,7 @@ def forward_batch_of(
         rows=layout.per_request[ROW],
         q_lens=q_lens,
         kv_lens=layout.kv_lens,
-        kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
+        kv_len_upper_bounds=bounds,
         bounds_are_exact=bounds_are_exact,
         read_index=layout.reads.index if _may_skip_rows(batch, counts) else None,
         ancestors=None if lookahead is None else lookahead.ancestors,

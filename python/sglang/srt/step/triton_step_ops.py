@@ -372,7 +372,7 @@ def warm_up_batch() -> ScheduleBatch:
         max_q_lens=[1],
         num_prompt_tokens=[0],
         emits=[True],
-        kv_len_upper_bounds=[1],
+        kv_lens_before=[0],
         new_rows=[],
         table_writes=PageTableWrites(np.zeros((3, 1), dtype=np.int64)),
         all_greedy=True,

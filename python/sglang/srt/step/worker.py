@@ -104,7 +104,7 @@ class ScheduleBatch:
         num_prompt_tokens: R counts: how many of a request's first rows feed tokens that it was
             admitted with (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
         emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
-        kv_len_upper_bounds: R bounds of the tokens with KV after `max_q_lens` rows are written.
+        kv_lens_before: R counts of tokens with KV before the step, at most.
         ended_texts: of requests that have ended since the step before; told to whoever wants them
             (`RequestRows.on_end`) before `new_rows` are applied, which may be the same rows.
         new_rows, table_writes: applied before anything else of the step.
@@ -120,7 +120,7 @@ class ScheduleBatch:
     max_q_lens: list[int]
     num_prompt_tokens: list[int]
     emits: list[bool]
-    kv_len_upper_bounds: list[int]
+    kv_lens_before: list[int]
     new_rows: list[NewRow]
     table_writes: PageTableWrites
     all_greedy: bool

@@ -253,7 +253,7 @@ class RoundGraphs:
             max_q_lens=[self._slots] * num_reqs,
             num_prompt_tokens=[0] * num_reqs,
             emits=[True] * num_reqs,
-            kv_len_upper_bounds=[self._slots] * num_reqs,
+            kv_lens_before=[0] * num_reqs,
             new_rows=[],
             table_writes=PageTableWrites(np.zeros((3, 0), dtype=np.int64)),
             all_greedy=False,  # greedy requests are drawn for as well
