@@ -177,6 +177,7 @@ class SchedulerStats:
 
 
 def read_internal_state(
+    *,
     lifecycle: RequestLifecycle,
     checker: InvariantChecker,
     ratio: NewTokenRatio,
