@@ -33,6 +33,7 @@ from benchmark.random_model import DRAFT_GEOMETRIES
 from benchmark.server_process import running_server
 from benchmark.stream_ways import EngineStreams, HttpStreams, server_command
 from benchmark.ways import Asked, EngineWay, start_engines
+from sglang.srt.garbage import keep_out_of_collections
 
 START_LIMIT_S = 240.0
 
@@ -65,6 +66,8 @@ class Servings:
             self.port = stack.enter_context(running_server(command, {}, START_LIMIT_S)).port
         beside = {name: way for name, way in ways.items() if way.route is None}
         self.engines = start_engines(stack, beside, flags, drafter)
+        if over_http:
+            keep_out_of_collections()  # as a server does; an Engine leaves that to its caller
 
     def of(self, name: str, text: Text) -> AsyncEngine:
         """What answers requests of a way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -144,7 +145,10 @@ def test_an_experiment_of_the_bundled_model_gives_its_ratios(
     out = tmp_path / "found.json"
     argv = [name, "--model-path", "demo", "--device", "cpu", "--rounds", "1", "--out", str(out)]
     argv += ["--concurrency", "2", "--prompt-tokens", "16", "--new-tokens", "12", "--ways", *ways]
-    main(argv)
+    try:
+        main(argv)
+    finally:
+        gc.unfreeze()  # what was exempted from collections of garbage
     result = json.loads(out.read_text(encoding="utf-8"))
     [row] = result["rows"]
     pair = f"{ways[1]} / {ways[0]}"
