@@ -186,7 +186,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, "startup")
     add = parser.add_argument
-    add("--model-path", help="a folder with weights; default: random ones")
+    add("--model-path", help="with weights; default: random ones in --geometry")
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--attention-backends", nargs="*", default=[], help="default: the server's own choice")
     add("--max-running-requests", type=int, default=128)
@@ -197,7 +197,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eagle-head", action="store_true", help="also with a head that drafts")
     add("--server-flags", default="", help='more flags, such as "--disable-cuda-graph"')
     add("--device", default="auto")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.model_path is not None and arguments.eagle_head:
+        parser.error("--eagle-head has random weights, and --model-path has not: choose one.")
+    return arguments
 
 
 def main() -> int:
@@ -209,7 +212,7 @@ def main() -> int:
     total *= 1 + arguments.eagle_head
     with (
         random_model(arguments.geometry) as folder,
-        random_head(model := arguments.model_path or folder) as head,
+        random_head(model := str(resolve_model_path(arguments.model_path or folder))) as head,
         tqdm(total=total, unit="start") as bar,
     ):
         for backend in backends:
@@ -218,7 +221,7 @@ def main() -> int:
                 rows += measure_backend(arguments, model, backend, bar, head)
     result = {
         **describe_environment(),
-        "geometry": arguments.geometry,
+        "model": arguments.model_path or f"random, {arguments.geometry}",
         "max_running_requests": arguments.max_running_requests,
         "context_length": arguments.context_length,
         "asked": STARTUP_S,
