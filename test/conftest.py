@@ -72,6 +72,7 @@ num_modules: list[int] = []  # that were imported when objects were last exempte
 
 use_flags_as_defaults(TARGET)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process of one
+gc.disable()  # until all tests are collected: nothing that imports make is garbage
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -112,6 +113,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_finish() -> None:
     """What imports and the collection of tests have made lives to the end. Looking at it took a
     collection of garbage most of a second."""
+    gc.enable()
     keep_out_of_collections()
     num_modules.append(len(sys.modules))
 
