@@ -1,8 +1,7 @@
-"""The front end with real processes: busy servers, dead tasks, starts that cannot succeed."""
+"""The front end with real processes: busy servers, dead tasks."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,14 @@ from serving_utils import (
     DUMMY,
     ENDLESS,
     RunningServer,
-    environ,
-    free_port,
     in_background,
     make_model_dir,
     running_server,
-    server_command,
     wait_for_running,
     wait_for_waiting,
     wait_until,
 )
 from sglang import Engine
-from sglang.srt.processes.config_error import ConfigError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -88,23 +83,6 @@ def test_server_lives_on_with_the_largest_stop_expressions_and_with_larger_ones(
     assert not call.done()
     server.post("/abort_request", {"abort_all": True})
     assert call.result().status_code == 200
-
-
-def run_to_end(command: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environ(**extra), capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_pool_without_room_for_a_request_is_one_clear_line(model_dir: Path) -> None:
-    command = server_command(model_dir, free_port(), *DUMMY, "--max-total-tokens", "1")
-    result = run_to_end(command)
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    (line,) = [text for text in result.stderr.splitlines() if "error" in text]
-    assert "--max-total-tokens" in line
-    with pytest.raises(ConfigError, match="--max-total-tokens"):
-        Engine(model_path=str(model_dir), load_format="dummy", max_total_tokens=1)
 
 
 def test_preferred_parameters_do_not_break_warm_up_and_probes(
