@@ -83,6 +83,7 @@ def test_trees_with_a_budget_of_the_corpus(
     assert 1.5 < given[0]["meta_info"]["spec_accept_length"] <= 12
 
 
+@pytest.mark.long_matrix
 def test_a_file_that_is_no_corpus_ends_the_start_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("import os\n")

@@ -75,6 +75,7 @@ def test_death_of_a_child_ends_the_server_with_an_error(
         assert not list(tmp_path.glob("sglang-*"))
 
 
+@pytest.mark.long_matrix
 def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
     """After the first signal a short request finishes and new ones get 503; the second aborts."""
     flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
@@ -105,6 +106,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
         assert gone(children)
 
 
+@pytest.mark.long_matrix
 def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: Path) -> None:
     """A frozen request ends with its partial output, a control call that still waits with 503."""
     flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
@@ -129,6 +131,7 @@ def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: 
         assert time.monotonic() - begin < 20
 
 
+@pytest.mark.long_matrix
 def test_end_of_text_ids_that_the_model_lacks_are_named_once_and_end_nothing(
     tmp_path: Path,
 ) -> None:
@@ -243,6 +246,7 @@ def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
     assert errors.endswith("Stopped before the server was ready.\n")
 
 
+@pytest.mark.long_matrix
 def test_sigterm_before_the_flags_are_checked_exits_0(model_dir: Path) -> None:
     command = server_command(model_dir, free_port(), *DUMMY)
     process = subprocess.Popen(command, env=environ(), stderr=subprocess.PIPE, text=True)
@@ -271,6 +275,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *words: str) -> Non
         assert word in line
 
 
+@pytest.mark.long_matrix
 def test_taken_port_is_one_clear_line(model_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -279,12 +284,14 @@ def test_taken_port_is_one_clear_line(model_dir: Path) -> None:
         check_one_line(run_to_end(server_command(model_dir, port, *DUMMY)), str(port), "--port")
 
 
+@pytest.mark.long_matrix
 def test_broken_model_directory_is_one_clear_line(tmp_path: Path) -> None:
     broken = make_model_dir(tmp_path / "broken")
     (broken / "config.json").write_text("{")
     check_one_line(run_to_end(server_command(broken, free_port())), "config.json")
 
 
+@pytest.mark.long_matrix
 def test_child_that_cannot_start_is_one_clear_line(tmp_path: Path) -> None:
     """No weights: only the scheduler finds out."""
     model = make_model_dir(tmp_path / "model")

@@ -54,6 +54,7 @@ def test_bench_serving_completes_and_reports(
     assert "Successful requests:                     12" in capsys.readouterr().out
 
 
+@pytest.mark.long_matrix
 def test_offline_and_one_batch_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,7 +301,7 @@ def errors() -> dict[str, float | str]:
     return run_interpreted("unit/benchmark/test_attention_benchmark.py", "triton")
 
 
-@pytest.mark.long_matrix
+@pytest.mark.long_matrix(4)
 def test_interpreted_ways_give_what_attention_gives(errors: dict[str, float | str]) -> None:
     assert {name: error for name, error in errors.items() if not float(error) < TOLERANCE} == {}
 

@@ -39,6 +39,7 @@ def measured(tmp_path: Path, *words: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long_matrix
 def test_streams_over_http_are_measured_beside_an_engine(tmp_path: Path) -> None:
     engine, row = measured(tmp_path, "--routes", "/generate")["rows"]
     assert [engine["way"], row["way"]] == [http_overhead.ENGINE, "/generate"]
@@ -48,6 +49,7 @@ def test_streams_over_http_are_measured_beside_an_engine(tmp_path: Path) -> None
     assert set(row["cpu_shares"]) == ROLES
 
 
+@pytest.mark.long_matrix
 def test_each_route_of_a_server_without_a_model_answers_at_its_pace(tmp_path: Path) -> None:
     """Two streams, a token each in 20 ms: 100 tokens/s, less what the requests take."""
     rows = measured(tmp_path, "--paced-step-ms=20")["rows"]
