@@ -1,9 +1,9 @@
 """The bodies of control calls: every field with its type and range, and the rules of each body.
 Here are those about weights; `pause_bodies.py` and `inspection_bodies.py` have the others.
 
-`body_reading.make_body` makes a body of JSON or keywords, for routes and Engine alike. What a type
-cannot say is in `__post_init__`, which raises `RequestError` with the field's name. `message` is
-what the scheduler gets.
+`body_reading.make_body` makes a body of JSON or keywords, for routes and Engine alike.
+`__post_init__` checks the rules that a type cannot express, and raises `RequestError` with the
+field's name. `message` makes the message for the scheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang.srt.messages.control import (
 )
 from sglang.srt.sent_tensors import MAX_NAME_CHARS, MAX_SIZE, MAX_TENSORS, SHARED_MEMORY
 
-MAX_WEIGHT_BYTES = 2**32 - 1  # what one message can hold
+MAX_WEIGHT_BYTES = 2**32 - 1  # the most that one message can hold
 BUCKET = "flattened_bucket"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -52,7 +52,7 @@ class WeightUpdateOptions(msgspec.Struct, kw_only=True):
 
     Attributes:
         weight_version: new label of the weights; null keeps the old one.
-        flush_cache: drop the prefix cache's memory too. Old entries never match, flushed or not.
+        flush_cache: empty the prefix cache too. Old entries never match, flushed or not.
         abort_all_requests: when the new weights are taken over, first end all requests with
             their partial output.
     """
@@ -65,7 +65,7 @@ class WeightUpdateOptions(msgspec.Struct, kw_only=True):
         check_printable(weight_version=self.weight_version)
 
     def update(self, source: WeightSource) -> UpdateWeightsReq:
-        """The message of an update from there."""
+        """Makes the message of an update from `source`."""
         return UpdateWeightsReq(source=source, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -90,15 +90,15 @@ class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
 
 
 class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_tensor`: one of the three; any subset of the weights.
+    """Body of `/update_weights_from_tensor`: any subset of the weights, in one of three forms.
 
     Attributes:
         safetensors: the bytes of a safetensors file, in base64.
-        shared_memory: name of a file in /dev/shm of this host that holds them.
-        serialized_named_tensors: for each rank of the server, thus one, what SGLang's
-            `MultiprocessingSerializer` makes of tensors, in base64. Empty: not given.
-        load_format: `flattened_bucket`: a pickle is such a bucket; otherwise tensors with names.
-            Other data say it themselves.
+        shared_memory: name of a file in /dev/shm of this host that holds those bytes.
+        serialized_named_tensors: one entry, for the server's one rank: tensors serialized by
+            SGLang's `MultiprocessingSerializer`, in base64. Empty: not given.
+        load_format: `flattened_bucket` if a pickle is such a bucket, otherwise it holds tensors
+            with names. Data that are no pickle say it themselves.
     """
 
     safetensors: str | None = None
@@ -130,7 +130,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
             )
 
     def source(self, max_bytes: int) -> WeightSource:
-        """Returns where the weights are; decoded they may have `max_bytes`."""
+        """Returns the source of the weights, at most `max_bytes` once decoded."""
         if self.shared_memory is not None:
             return FromFile(str(SHARED_MEMORY / self.shared_memory))
         try:
@@ -148,13 +148,14 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
 
 
 class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_distributed`: what rank 0 of the group broadcasts, in order.
+    """Body of `/update_weights_from_distributed`: the tensors that rank 0 of the group broadcasts,
+    in order.
 
     Each of the lists has one entry for each tensor; shapes are of sizes from 1 on. Clients of older
     SGLang send one tensor as `name`, `dtype` and `shape`.
 
     Attributes:
-        group_name: its default is also the only group that there is, by whatever name.
+        group_name: the default also names the only group, whatever its name.
     """
 
     names: Annotated[list[TensorName], Meta(min_length=1, max_length=MAX_TENSORS)]
@@ -219,7 +220,7 @@ class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
     """Body of `/destroy_weights_update_group`.
 
     Attributes:
-        group_name: its default is also the only group that there is, by whatever name.
+        group_name: the default also names the only group, whatever its name.
     """
 
     group_name: Label = DEFAULT_GROUP
@@ -253,7 +254,7 @@ class RollbackWeightUpdateReqInput(msgspec.Struct, kw_only=True):
 
 
 class UpdateWeightVersionReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/update_weight_version`: a new label for the weights as they are."""
+    """Body of `/update_weight_version`: a new label for the present weights."""
 
     new_version: Label
     abort_all_requests: bool = True

@@ -1,8 +1,8 @@
-"""Bodies of control calls, from JSON or keywords: our fields, and what SGLang's clients add.
+"""Bodies of control calls, from JSON or keywords: our fields, and those that SGLang's clients add.
 
-Trainers send whole structs of SGLang. Their fields that this server does without are accepted in
-each of these bodies, and not looked at further, as long as they ask for nothing that it would have
-to do otherwise. `SGLANG_FIELDS` is the only list of them; any other unknown field is an error.
+Trainers send whole structs of SGLang. Fields of these that this server does without are accepted in
+each body and then ignored, if their values ask for no other behaviour. `SGLANG_FIELDS` is the only
+list of them; any other unknown field is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ignored:
 
     Attributes:
         neutral: values that are accepted, beside null, false and empty; None: all are.
-        reason: what to say of any other.
+        reason: the error for any other value.
     """
 
     neutral: tuple[Any, ...] | None = None
@@ -44,7 +44,7 @@ class Ignored:
         return self.neutral is None or is_neutral(value, self.neutral)
 
 
-# In the order in which they are checked, before all else.
+# In the order in which they are checked, before everything else.
 SGLANG_FIELDS: dict[str, Ignored] = {
     "serialized_named_tensors": Ignored(
         (), "goes with the JSON body of /update_weights_from_tensor alone"
@@ -95,7 +95,7 @@ MAX_DECIMAL_DIGITS = 9
 
 
 def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
-    """A body from parsed JSON, or from keywords; null stands for a field's default.
+    """Makes a body from parsed JSON, or from keywords; null stands for a field's default.
 
     Raises:
         RequestError: naming the field that is unknown, not supported, of a wrong type, out of
@@ -124,7 +124,7 @@ def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
 
 
 def _name_choices(error: RequestError, struct: type[msgspec.Struct]) -> RequestError:
-    """The error, with the values that there are in place of the wrong one."""
+    """Returns the error with the list of allowed values in place of the wrong one."""
     field = error.field or ""
     if "invalid enum value" not in error.message:
         return error
@@ -140,7 +140,8 @@ def _literals(hint: Any) -> list[Any]:
 
 
 def query_fields(query: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that a URL gives: `true`, `false`, 1 and 0 are booleans, except of a label."""
+    """Returns the fields of a URL's query: `true`, `false`, 1 and 0 are booleans, except in a
+    label."""
     words = {"true": True, "1": True, "false": False, "0": False}
     return {
         name: value if name == "weight_version" else words.get(value.lower(), value)
@@ -149,7 +150,8 @@ def query_fields(query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _with_right_name(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without a client's other spelling of `abort_all_requests`; true wins."""
+    """Returns the fields with a client's other spelling of `abort_all_requests` put right; true
+    wins."""
     if fields.get(MISSPELT_ABORT) is not True:
         return dict(fields)
     given = {name: value for name, value in fields.items() if name != MISSPELT_ABORT}
@@ -157,7 +159,7 @@ def _with_right_name(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_lists(fields: dict[str, Any]) -> dict[str, Any]:
-    """Gives the fields of one tensor as lists of one, where there are none."""
+    """Turns the fields of one tensor into lists with one entry, unless there are lists."""
     if not ONE_TENSOR.keys() <= fields.keys() or fields.keys() & set(ONE_TENSOR.values()):
         return fields
     return {
@@ -167,7 +169,7 @@ def _with_lists(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A decimal string as a number; any other value as it is."""
+    """Returns a decimal string as a number, and any other value unchanged."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_DECIMAL_DIGITS:
         return value
     return int(value) if value.isascii() and value.isdecimal() else value

@@ -1,4 +1,4 @@
-"""Flushing the prefix cache: at once, or within a time limit, as soon as no request holds KV."""
+"""Flushes the prefix cache: at once or, within a time limit, as soon as no request holds KV."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class CacheFlusher:
         return True
 
     def _problem(self) -> str:
-        """Why the cache cannot be flushed now; empty if it can."""
+        """Returns why the cache cannot be flushed now; empty if it can."""
         lifecycle, state = self._lifecycle, self._state
         if not lifecycle.holds_kv and (not lifecycle.waiting or not state.admits):
             return ""

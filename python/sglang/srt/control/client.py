@@ -31,7 +31,8 @@ PING_TIMEOUT_S = 1.5
 
 
 class ProcessStopped(ServiceError):
-    """A process that must answer is stopped: nothing was sent, or a mere question is given up."""
+    """A process that must answer is stopped: the call was not sent, or it was a question and is
+    given up."""
 
     def __init__(self, stop: Stop) -> None:
         super().__init__(stop.message, 503)
@@ -50,10 +51,10 @@ class ControlClient:
 
     Args:
         send: takes messages for the scheduler.
-        watch: says which processes are stopped; None: none ever is.
+        watch: knows which processes are stopped; None: none is.
 
     Attributes:
-        status: what the scheduler has last said of itself.
+        status: the last status that the scheduler sent.
         frozen: set while nothing runs, so nothing will end by itself.
     """
 
@@ -70,7 +71,7 @@ class ControlClient:
         self._replies: dict[int, asyncio.Future[Any]] = {}
 
     async def call(self, call: ControlCall) -> dict[str, Any]:
-        """Sends a call; what a client is told of its reply, if that says yes."""
+        """Sends a call; returns the fields of its reply for the client, if that is a success."""
         call.call_id = next(self._call_ids)
         reply: ControlReply = await self._ask(call, call.call_id, call.reply_timeout_s)
         if reply.success:
@@ -88,8 +89,8 @@ class ControlClient:
         return reply
 
     async def internal_state(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
-        """`internal_states[0]` of `/server_info`. While the scheduler is stopped it is the last one
-        that anybody asked for: `state_age_s` is its age in seconds, 0 of a new one."""
+        """Returns `internal_states[0]` of `/server_info`. While the scheduler is stopped it is the
+        last known state; `state_age_s` is its age in seconds, 0 for a new one."""
         message = GetInternalStateReq(call_id=next(self._call_ids))
         try:
             reply: GetInternalStateReqOutput = await self._ask(
@@ -108,8 +109,8 @@ class ControlClient:
         }
 
     async def ping(self, timeout_s: float) -> None:
-        """Returns when a message has gone round all processes, or when one has had no time for it
-        but all of them beat: a step may be long."""
+        """Returns when a message has gone round all processes. If it has not come back in time,
+        because a step may be long, it is enough that all processes beat."""
         message = HealthPing(call_id=next(self._call_ids))
         roles = ("scheduler", "detokenizer")
         try:
@@ -143,7 +144,7 @@ class ControlClient:
             future.set_result(message)
 
     def fail_all(self, reason: str) -> None:
-        """Gives every waiting call a 503, and every later one: none will be answered."""
+        """Answers every waiting call, and every later one, with 503."""
         self._failure = self._failure or reason
         for future in self._replies.values():
             if not future.done():
@@ -161,7 +162,7 @@ class ControlClient:
 
         Args:
             roles: the processes that it goes through.
-            is_question: it changes nothing, so no call waits for one that is stopped meanwhile.
+            is_question: the call changes nothing, so it is given up if a process stops meanwhile.
         """
         self.refuse_if_unable(*roles)
         future = asyncio.get_running_loop().create_future()

@@ -28,7 +28,7 @@ from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio
 
-GRAMMAR_POLL_S = 0.002  # how often a waiting scheduler looks whether grammars are ready
+GRAMMAR_POLL_S = 0.002  # interval at which a waiting scheduler checks for ready grammars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class ModelResources:
     """The parts below the scheduler that control calls change.
 
     Attributes:
-        memory: what can be given back, by tag.
-        profiler: what profiles the steps; None for nothing.
+        memory: the parts that can be given back, by tag.
+        profiler: profiles the steps; None: there is none.
     """
 
     weights: ModelWeights
@@ -46,7 +46,7 @@ class ModelResources:
 
 
 class Control:
-    """Handlers of everything that is not a request to generate.
+    """Handlers of all messages but requests to generate.
 
     Args:
         reply: sends a message to the front end.
@@ -117,20 +117,21 @@ class Control:
             return POLL_S
         if self._lifecycle.awaits_grammars:
             return GRAMMAR_POLL_S
-        if self.has_work:  # what has come a moment ago
+        if self.has_work:  # it may have come a moment ago
             return 0.0
         deadline = min(self._pause.next_deadline, self._flusher.next_deadline)
         return None if deadline == math.inf else max(0.0, deadline - self._clock())
 
     def tick(self) -> None:
-        """Looks at deadlines and at what goes on in threads."""
+        """Looks at deadlines and at the work of threads."""
         self._pause.tick()
         self._weights.tick()
         self._flusher.tick()
         self._profile.tick()
 
     def between_steps(self) -> None:
-        """No step is in flight: does what has waited for that, and what follows."""
+        """With no step in flight, does the work that has waited for that, and what follows from
+        it."""
         self.tick()
         while self._between_steps:
             self._between_steps.run()
@@ -140,7 +141,8 @@ class Control:
         self._processor.flush()
 
     def _abort(self, message: AbortReq) -> None:
-        """Ends what the message names, with partial output; unknown names change nothing."""
+        """Ends the requests that the message names, with partial output; unknown names change
+        nothing."""
         wanted = set(message.req_ids)
         for req in (*self._lifecycle.running, *self._lifecycle.waiting):
             is_named = req.req_id in wanted or (message.rid is not None and req.rid == message.rid)

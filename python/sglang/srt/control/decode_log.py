@@ -1,4 +1,4 @@
-"""The scheduler's line in the log of what it does while requests decode."""
+"""The scheduler's line of state in the log, while requests decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DecodeLog:
     """Writes one line every few decode steps, those in which a request decodes.
 
     Args:
-        processor, stats: read the steps, and hear of each one before this log does.
+        processor, stats: both see each step before this log does.
         interval: steps between two lines; 0 for no lines, None for a line in `PERIOD_S` of work.
         clock: seconds.
     """
@@ -58,7 +58,8 @@ class DecodeLog:
             self._begin()
 
     def on_idle(self) -> None:
-        """Leaves the time until the next step has been read out of the rate, and its tokens."""
+        """Keeps the idle time out of the rate: the time until the next step has been read and its
+        tokens do not count."""
         self._last_read_s = None
 
     @property

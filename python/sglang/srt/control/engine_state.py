@@ -1,4 +1,4 @@
-"""Keeps whether the engine runs: what stops it, and the work that must not meet a step in
+"""Keeps the reasons why the engine does not run, and the work that must wait for the step in
 flight."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ class EngineState:
     """The reasons that keep the scheduler from launching steps.
 
     Args:
-        send: takes the status for the front end, whenever it has changed.
+        send: gets the status for the front end whenever it has changed.
 
     Attributes:
-        pause_mode: of the pause that is in force; None without one.
+        pause_mode: mode of the present pause; None without one.
         is_draining: the pause still lets running requests finish.
         released: tags of the memory that is given back.
         broken: why the weights must not be used; empty if they may.
-        awaits_end: a weight update waits for running requests to finish; none may start.
+        awaits_end: a weight update waits for running requests to finish, and no new one may start.
         in_weight_session: whether a weight update has begun and not ended.
     """
 
@@ -43,13 +43,13 @@ class EngineState:
 
     @property
     def admits(self) -> bool:
-        """Tells whether every waiting request may start; if not, only those may that a drain or a
-        weight update waits for (`Req.must_finish`)."""
+        """Tells whether every waiting request may start. If not, only those may for which a drain
+        or a weight update waits (`Req.must_finish`)."""
         return not self.stopped
 
     @property
     def unusable(self) -> str:
-        """Why no step could run even without a pause; empty if one could."""
+        """The reason why no step could run even without a pause; empty if one could."""
         if self.released:
             tags = ", ".join(sorted(self.released))
             return f"Memory is released ({tags}); call resume_memory_occupation."
@@ -57,7 +57,7 @@ class EngineState:
 
     @property
     def stopped(self) -> str:
-        """Why new requests do not start now; empty while they do."""
+        """The reason why new requests do not start now; empty while they do."""
         if self.pause_mode is not None:
             return f"Generation is paused ({self.pause_mode})."
         if self.awaits_end:
@@ -65,7 +65,7 @@ class EngineState:
         return self.unusable
 
     def publish(self) -> None:
-        """Tells the front end, if anything has changed."""
+        """Sends the status to the front end if it has changed."""
         status = EngineStatus(
             stopped=self.stopped,
             is_frozen=not self.may_launch,
@@ -80,8 +80,8 @@ class EngineState:
 class BetweenStepsQueue:
     """Work that waits until every launched step has been read, so that none is in flight.
 
-    While some is waiting nothing is launched, so it waits for one step at most. It runs in the
-    order of arrival, so calls take effect in the order they were made in.
+    While work waits no step is launched, so it waits for one step at most. It runs in the order of
+    arrival, so calls take effect in the order in which they were made.
     """
 
     def __init__(self) -> None:
@@ -94,6 +94,6 @@ class BetweenStepsQueue:
         self._work.append(work)
 
     def run(self) -> None:
-        """Does it all. Only with no step in flight."""
+        """Does all work. Call it only with no step in flight."""
         while self._work:
             self._work.popleft()()

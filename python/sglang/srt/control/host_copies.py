@@ -1,4 +1,5 @@
-"""Copies host memory of another process to a file: what torch shares between processes on a CPU."""
+"""Copies host memory of another process, which torch shares between processes on a CPU, to a
+file."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ class HostCopies:
     """Copies host memory to a file.
 
     Args:
-        file: is written from its beginning.
-        key: by which processes of one family know each other (`multiprocessing`'s authkey).
+        file: written from its beginning.
+        key: `multiprocessing`'s authkey, by which processes of one family know each other.
     """
 
     def __init__(self, file: BinaryIO, key: bytes) -> None:
         self._file, self._key = file, key
 
     def copy(self, source: HostSource) -> HostMemory:
-        """Copies one memory; returns where in the file it is.
+        """Copies one memory; returns its place in the file.
 
         Raises:
             TensorsRefused: if there is no such memory, or it is smaller.
@@ -105,9 +106,11 @@ def _check_file(descriptor: int, num_bytes: int) -> None:
 
 
 def _leave(descriptor: int, path: Path) -> None:
-    """Uses a file no more that its owner has counted this process for: an int32 at its beginning.
+    """Leaves a shared file: its owner counts the processes that use it, in an int32 at its
+    beginning.
 
-    Others may count meanwhile, so this is one atomic step. The last one deletes the file.
+    Other processes may count meanwhile, so this is one atomic step. The last process deletes the
+    file.
     """
     with mmap.mmap(descriptor, ctypes.sizeof(ctypes.c_int32)) as memory:
         count = ctypes.c_int32.from_buffer(memory)
@@ -118,7 +121,8 @@ def _leave(descriptor: int, path: Path) -> None:
 
 
 def _exchange_and_add(number: object, more: int) -> int:
-    """Adds to an int32 and returns what it was, atomically: by GCC's library, which torch needs."""
+    """Adds to an int32 and returns its old value, atomically, by GCC's library, which torch
+    needs."""
     function = ctypes.CDLL("libstdc++.so.6")["_ZN9__gnu_cxx18__exchange_and_addEPVii"]
     function.restype, function.argtypes = ctypes.c_int32, (ctypes.c_void_p, ctypes.c_int32)
     return int(function(number, more))

@@ -1,6 +1,7 @@
 """The bodies of control calls that change nothing: they look at weights, and at times of steps.
 
-As in `bodies.py`, `body_reading.make_body` makes them, and `message` is what the scheduler gets.
+As in `bodies.py`, `body_reading.make_body` makes them, and `message` makes the message for the
+scheduler.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class GetWeightsByNameReqInput(msgspec.Struct, kw_only=True):
     """Body of `/get_weights_by_name`.
 
     Attributes:
-        name: of a weight, as the checkpoint calls it.
+        name: name of a weight in the checkpoint.
         truncate_size: entries of its first dimension at most.
     """
 
@@ -48,8 +49,9 @@ class CheckWeightsReqInput(msgspec.Struct, kw_only=True):
     """Body of `/weights_checker`.
 
     Attributes:
-        action: `snapshot` notes what all weights are, `compare` says whether they are so now,
-            `reset` (or `reset_tensors`) makes them all zero, so that an update must bring them.
+        action: `snapshot` notes checksums of all weights, `compare` compares the weights with them,
+            `reset` (or `reset_tensors`) sets all weights to zero, so that an update must bring
+            them.
     """
 
     action: Literal["snapshot", "compare", "reset", "reset_tensors"]
@@ -62,8 +64,8 @@ class PostProcessWeightsReqInput(msgspec.Struct, kw_only=True):
     """Body of `/post_process_weights`, which trainers call around updates of quantized weights.
 
     Attributes:
-        restore_weights_before_load: undo what quantization did to the weights, before an update.
-        post_process_quantization: do it again, after an update.
+        restore_weights_before_load: undo the quantization of the weights, before an update.
+        post_process_quantization: quantize them again, after an update.
     """
 
     restore_weights_before_load: bool = False
@@ -74,9 +76,10 @@ class StartProfileReqInput(msgspec.Struct, kw_only=True):
     """Body of `/start_profile`.
 
     Attributes:
-        output_dir: folder of the trace, inside SGLANG_TORCH_PROFILER_DIR of the server; null: that.
+        output_dir: folder of the trace, inside SGLANG_TORCH_PROFILER_DIR of the server; null: that
+            folder.
         num_steps: the profile ends by itself after that many steps.
-        activities: what is looked at; null, or none: all there is.
+        activities: kinds of activity to record; null, or none: all.
     """
 
     output_dir: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None

@@ -1,4 +1,4 @@
-"""Collects what `/server_info`, `/metrics` and the load routes show of the scheduler."""
+"""Collects the scheduler's state for `/server_info`, `/metrics` and the load routes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class SchedulerStats:
     """Counters of the scheduler that clients can read.
 
     Attributes:
-        num_draft_steps: drafts that a request proposes in the last step in which requests decoded,
-            steps that try another number aside; of trees of one shape those one after the other.
-        num_tier_switches: how often that became each number, also as batches of another size came.
-        num_step_drafts: drafts of all requests that the last step verified in which one decoded.
-        drafts: what became of drafts, since the start.
-        has_drafter: whether there is one that says so.
+        num_draft_steps: drafts proposed for a request in the last step in which requests decoded;
+            steps that only try another number do not count. For trees of one shape, their depth.
+        num_tier_switches: how many times `num_draft_steps` became each number, also by a change of
+            the batch size.
+        num_step_drafts: drafts of all requests that were verified in the last step with decodes.
+        drafts: counts of drafts since the start.
+        has_drafter: whether a drafter reports `num_draft_steps`.
         num_launched: steps launched since the start.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
-        num_sat_out: how often a request was given nothing by a step, since its masks were late.
+        num_sat_out: how many times a request got no token from a step because its masks were late.
 
     Args:
-        num_draft_steps: the first `num_draft_steps`; 0 where no drafter says so.
-        num_tree_tokens: tokens of a tree of drafts, its root counted, where all are of one shape;
-            0 elsewhere.
+        num_draft_steps: the first `num_draft_steps`; 0 where no drafter reports it.
+        num_tree_tokens: tokens of a tree of drafts, with its root, where all have one shape;
+            otherwise 0.
         tiers: the numbers that `num_draft_steps` may become.
         clock: seconds.
     """
@@ -65,8 +66,8 @@ class SchedulerStats:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that such a step verifies of a request, the certain one counted; 0 without a
-        drafter that says so."""
+        """Tokens that such a step verifies for a request, the certain one counted; 0 if no drafter
+        reports them."""
         return (self._num_tree_tokens or 1 + self.num_draft_steps) if self.has_drafter else 0
 
     @property
@@ -86,7 +87,7 @@ class SchedulerStats:
         return self.drafts.since(self._recent[0])
 
     def take_accept_length(self) -> float | None:
-        """Measures tokens per step since its last call, whether there was a flush or not."""
+        """Returns the tokens per step since its last call; a flush does not reset it."""
         taken = self.drafts.since(self._at_last_take)
         self._at_last_take = self.drafts
         return taken.accept_length
@@ -169,7 +170,7 @@ class SchedulerStats:
         self._current_rows = self._last_rows = ()
 
     def reset(self) -> None:
-        """Starts averages anew, and the count of steps with decodes."""
+        """Restarts averages and the count of steps with decodes."""
         self.forward_ct_decode = 0
         self._at_flush = self.drafts
         self._recent.clear()
@@ -184,7 +185,7 @@ def read_internal_state(
     state: EngineState,
     pause: PauseController,
 ) -> dict[str, Any]:
-    """`internal_states[0]` of `/server_info`; slots and lengths in tokens."""
+    """Returns `internal_states[0]` of `/server_info`; slots and lengths in tokens."""
     ledger, report = lifecycle.ledger, checker.summary()
     chunked = _rids(req for req in lifecycle.running if req.is_prefilling)
     return {
@@ -226,8 +227,8 @@ def read_internal_state(
 
 
 def _drafts(stats: SchedulerStats) -> dict[str, Any]:
-    """Says what became of drafts: `avg_` since the last flush, `recent_` in the last steps, `num_`
-    since the start."""
+    """Returns counts and shares of drafts: `avg_` since the last flush, `recent_` in the last
+    steps, `num_` since the start."""
     since_flush, recent = stats.since_flush, stats.recent
     return {
         "speculative_num_steps": stats.num_draft_steps,

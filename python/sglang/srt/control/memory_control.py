@@ -1,4 +1,4 @@
-"""Releasing and resuming device memory by tag."""
+"""Releases and resumes device memory by tag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 KV_TAG = "kv_cache"
 WEIGHTS_TAG = "weights"
-GRAPH_TAG = "cuda_graph"  # no part where the server has none
+GRAPH_TAG = "cuda_graph"  # no part has this tag where the server has no graphs
 NOTHING = "nothing; graphs, if there are any, come and go with all other memory"
 
 
@@ -28,11 +28,11 @@ class MemoryPart:
 
 
 class MemoryControl:
-    """Handles release and resume. A call that cannot be carried out whole is refused; if memory
-    is not to be had after all, the answer says what is released then.
+    """Handles release and resume. A call that cannot be carried out as a whole is refused. If
+    memory turns out to be short, the answer says which parts are released.
 
     Args:
-        parts: by tag; all there are.
+        parts: all parts, by tag.
         reply: sends a message to the front end.
     """
 
@@ -66,10 +66,10 @@ class MemoryControl:
         self._answer(message, tags, problem, f"Memory {verb}: {', '.join(tags) or NOTHING}.")
 
     def _with_graphs(self, others: list[str], releases: bool) -> list[str]:
-        """All parts that change, in their order; `others` are those that are no graphs. Graphs hold
-        addresses of all other memory, so they go before any of it does, and come back after the
-        last of it, named or not. Where they are as asked for already, or cannot come back yet,
-        nothing is done about them."""
+        """Returns all parts that change, in their order; `others` are those that are no graphs.
+        Graphs hold addresses of all other memory. So they are released before any other part and
+        come back after the last one, named in the call or not. They are left alone if they already
+        are as asked for, or cannot come back yet."""
         released = self._state.released
         if GRAPH_TAG not in self._parts or (GRAPH_TAG in released) == releases:
             return others
@@ -91,7 +91,7 @@ class MemoryControl:
         )
 
     def _change_parts(self, tags: list[str], releases: bool) -> str:
-        """Why it could not be done; empty if it was."""
+        """Changes the parts; returns why that failed, or an empty text."""
         for tag in tags:
             try:
                 self._change_part(tag, releases)
@@ -111,7 +111,7 @@ class MemoryControl:
         self._state.released.add(tag)
 
     def _problem(self, tags: list[str], releases: bool) -> str:
-        """Why the call cannot be carried out; empty if it can."""
+        """Returns why the call cannot be carried out; empty if it can."""
         if not tags:
             return "Everything is released already." if releases else "Nothing is released."
         for tag in tags:

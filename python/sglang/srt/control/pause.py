@@ -1,7 +1,7 @@
-"""Pausing and continuing. docs/pause.md has the table of all transitions.
+"""Pauses and continues. docs/pause.md has the table of all transitions.
 
-A pause stops launches at once and takes effect when the step in flight has been read; then it is
-answered. `drain` goes on launching, without newcomers, until nothing runs.
+A pause stops launches at once. It takes effect, and is answered, when the step in flight has been
+read. `drain` goes on launching, without new requests, until no request runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTS = ("running", "retracted", "aborted", "queued", "finished")
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """Ends a pause whose owner is gone.
+    """The time limit of a pause, for the case that its owner is gone.
 
     Attributes:
         deadline: by the controller's clock, in seconds.
@@ -48,7 +48,7 @@ class _Call:
     """A pause that has not been answered.
 
     Attributes:
-        pause_number: of the pause that it belongs to.
+        pause_number: number of the pause that it belongs to.
         before: the requests' counters when it was made.
     """
 
@@ -67,7 +67,7 @@ class PauseController:
 
     Attributes:
         pause_number: of the present pause, or of the last one; 0 before the first.
-        num_lease_expiries: pauses that their lease has ended.
+        num_lease_expiries: number of pauses ended by their lease.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PauseController:
         self._state.publish()
 
     def _settle(self, call: _Call) -> None:
-        """Between steps: what the mode asks for, and the answer."""
+        """Between steps, carries out the mode and answers."""
         is_in_force = self._state.pause_mode is not None and call.pause_number == self.pause_number
         if is_in_force and call.message.mode == "retract":
             self._lifecycle.retract_all()
@@ -141,7 +141,8 @@ class PauseController:
             self._answer_drains()
 
     def _end_drains(self) -> None:
-        """Between steps, after all have finished or time is up; unless another call came first."""
+        """Ends drains, between steps, after all requests have finished or time is up, unless
+        another call came first."""
         if self._drains and not self._state.is_draining:
             self._lifecycle.retract_all()
             self._answer_drains()

@@ -49,7 +49,7 @@ class PauseGenerationReqInput(msgspec.Struct, kw_only=True):
             wait without KV, `in_place` (or `in-place`) freezes them, `drain` lets running ones
             finish first.
         lease_s: the pause ends by itself after that many seconds, unless it is asked for again.
-        lease_end: whether requests go on then, or are aborted.
+        lease_end: at the end of the lease requests go on, or are aborted.
         drain_timeout_s: how long `drain` may take before it becomes `retract`; no limit if null.
     """
 
@@ -81,13 +81,13 @@ class ContinueGenerationReqInput(msgspec.Struct, kw_only=True):
 
 
 class AbortReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/abort_request`: a client's rid, or all. As in SGLang no rid, or an empty one,
-    names none.
+    """Body of `/abort_request`: a client's rid, or all requests. As in SGLang, no rid or an empty
+    one names no request.
 
     Attributes:
         prefix: the rid names every request whose rid begins with it.
-        abort_message, aborted_message: two names of what the finish reason of the ended requests
-            says.
+        abort_message, aborted_message: two names of the message in the finish reason of the ended
+            requests.
     """
 
     rid: str | None = None
@@ -98,7 +98,7 @@ class AbortReqInput(msgspec.Struct, kw_only=True):
 
     @property
     def message(self) -> str | None:
-        """Says what the ended requests are told."""
+        """Returns the message for the ended requests."""
         return self.abort_message if self.aborted_message is None else self.aborted_message
 
     def check(self, max_label_chars: int) -> None:
@@ -117,7 +117,7 @@ class AbortReqInput(msgspec.Struct, kw_only=True):
 
 
 def check_flush_timeout(value: str | float, field: str = "timeout") -> float:
-    """Seconds that a flush may wait for requests to end: 0 to `MAX_WAIT_S`."""
+    """Checks the seconds that a flush may wait for requests to end: 0 to `MAX_WAIT_S`."""
     try:
         seconds = math.nan if isinstance(value, bool) else float(value)
     except (ValueError, TypeError, OverflowError):
@@ -134,7 +134,7 @@ class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):
     """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
 
     Attributes:
-        tags: the kinds of memory; null: all there are. Graphs (`cuda_graph`) go with any other, and
+        tags: the kinds of memory; null: all kinds. Graphs (`cuda_graph`) go with any other, and
             come back with the last of them.
     """
 

@@ -1,7 +1,7 @@
 """The process that reads a trainer's weights: `python -m sglang.srt.control.pickle_process`.
 
-It reads one pickle (`pickle_records.py`, which runs nothing of it), checks what is in it, copies
-what is in host memory to the file that it is told, and says what it has found as plain data.
+It reads one pickle (`pickle_records.py`, which runs nothing of it), checks its contents, copies
+tensors in host memory to a given file, and reports what it has found as plain data.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_CPU_SECONDS = 60
 
 
 class ReadPickle(msgspec.Struct, tag=True):
-    """Holds what this process is asked.
+    """The question to this process.
 
     Attributes:
-        is_bucket: the pickle is a flattened bucket, and not pairs of names and tensors.
+        is_bucket: the pickle is a flattened bucket; otherwise it has pairs of names and tensors.
         path: a file of this user that the host's memories are copied to.
-        max_bytes: how many they may be, together.
-        key: by which processes of one family know each other (`multiprocessing`'s authkey).
+        max_bytes: limit of their size together.
+        key: `multiprocessing`'s authkey, by which processes of one family know each other.
     """
 
     pickled: bytes
@@ -43,13 +43,13 @@ class ReadPickle(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """Why the pickle is not taken, as the rest of a sentence."""
+    """The reason why the pickle is not taken, as the rest of a sentence."""
 
     reason: str
 
 
 def sent_tensors(request: ReadPickle) -> SentTensors:
-    """Reads a pickle and copies what is in host memory.
+    """Reads a pickle and copies its tensors in host memory.
 
     Raises:
         TensorsRefused: with the reason.

@@ -1,11 +1,12 @@
 """Reads pickles without running anything of them: the only place where their opcodes are read.
 
 A pickle is a program for a stack machine. The usual reader runs it: it imports what the program
-names and calls that. Here a name stays a name, if it is one of `ALLOWED`, and where the program
-would call it there is a record of the call. Nothing is imported, called or set, whatever the bytes
-are; what the records mean is decided, and every argument checked, in `pickled_tensors.py`.
+names and calls that. Here a name stays a name, if it is one of `ALLOWED`, and a call becomes a
+record of the call. Nothing is imported, called or set, whatever the bytes are. `pickled_tensors.py`
+decides what the records mean, and checks every argument.
 
-Opcodes are those that picklers of protocols 3 to 5 write for such objects; any other is refused.
+Only opcodes that picklers of protocols 3 to 5 write for such objects are read; any other is
+refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_PICKLE_BYTES = 1 << 25  # it names memory; the weights are not in it
 REDUCTIONS = "torch.multiprocessing.reductions"
 BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
 
-# Module and name of what a pickle of weights names, and why.
+# Module and name of each object that a pickle of weights names, and why.
 ALLOWED: frozenset[tuple[str, str]] = frozenset(
     {
         (REDUCTIONS, "rebuild_tensor"),  # a tensor on the CPU
@@ -51,18 +52,18 @@ ALLOWED: frozenset[tuple[str, str]] = frozenset(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Name:
-    """A name of `ALLOWED`; `text` is its second part, which is enough to tell what is meant."""
+    """A name of `ALLOWED`; `text` is its second part, which identifies it."""
 
     text: str
 
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """Holds what the usual reader would have made by a call.
+    """The record of an object that the usual reader would have made by a call.
 
     Attributes:
         kind: the name that it would have called.
-        state: what it would have set on the result; None: nothing.
+        state: the state that it would have set on the result; None: none.
     """
 
     kind: str
@@ -71,11 +72,11 @@ class Made:
 
 
 def read_records(data: bytes) -> Any:
-    """Gives the object of a pickle: numbers, texts, bytes, None, tuples, lists, dicts with texts as
-    keys, `Name` and `Made`. Lists and dicts may hold themselves.
+    """Returns the object of a pickle: numbers, texts, bytes, None, tuples, lists, dicts with texts
+    as keys, `Name` and `Made`. Lists and dicts may contain themselves.
 
     Raises:
-        TensorsRefused: for whatever a pickle of weights does not have.
+        TensorsRefused: for anything that pickles of weights do not have.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise TensorsRefused(f"it is larger than {MAX_PICKLE_BYTES} bytes")

@@ -1,7 +1,7 @@
 """Finds the tensors in the records of a pickle, and checks every argument of every record.
 
-Memory is only described here: the host's is copied by `host_copies.py`, a GPU's is opened by the
-process that holds the GPU.
+Memory is only described here: `host_copies.py` copies that of the host, and the process that holds
+the GPU opens that of a GPU.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ Source = HostSource | DeviceMemory
 
 
 class WeightsInRecords:
-    """Finds the tensors in what `read_records` gives, and where their memory is.
+    """Finds the tensors in the records of `read_records`, and the places of their memory.
 
     Raises:
-        TensorsRefused: by every method, for whatever is not as trainers send it.
+        TensorsRefused: by every method, for anything that trainers do not send.
     """
 
     def __init__(self) -> None:
         self.sources: list[Source] = []
-        # What comes again is the same one: its owner has counted it once.
+        # A storage that occurs again is the same one: its owner has counted it once.
         self._storages: dict[Made, int] = {}  # to the index of its source
         self._tensors: dict[Made, SentTensor] = {}
 
@@ -143,7 +143,7 @@ class WeightsInRecords:
 
 
 def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
-    """Finds a tensor of a bucket: its metadata count values of the flat tensor."""
+    """Finds a tensor of a bucket; its metadata count in values of the flat tensor."""
     match entry:
         case Made(
             "FlattenedTensorMetadata",
@@ -161,7 +161,7 @@ def _text(name: Any) -> str:
 
 
 def _only_a_tensor(record: Any) -> Any:
-    """Refuses a pickle in a pickle that holds a further one."""
+    """Refuses a pickle within a pickle that contains a further one."""
     if isinstance(record, Made) and record.kind == "LocalSerializedTensor":
         raise TensorsRefused("it has pickles in pickles in pickles")
     return record

@@ -1,4 +1,4 @@
-"""Starting and stopping a profile of the steps."""
+"""Starts and stops profiles of the steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProfileControl:
     """Handles start_profile and stop_profile, between steps.
 
     Args:
-        profiler: None where there is none to be had.
+        profiler: None where there is none.
         stats: counts the steps.
         reply: sends a message to the front end.
     """

@@ -1,9 +1,9 @@
 """Weight updates: read beside the running engine, taken over between steps, all or nothing.
 
 Reading, checking and receiving happen in a thread, so the engine answers and generates meanwhile.
-The weights that serve change only in `_take_over`, when running requests have finished or are kept
-from running. So an update that fails leaves the old weights serving, and a session that is not
-committed changes nothing.
+The weights that serve change only in `_take_over`, when running requests have finished or a pause
+keeps them from running. So a failed update leaves the old weights serving, and a session that is
+not committed changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 WeightMessage = UpdateWeightsReq | WeightSessionReq | UpdateWeightVersionReq | WeightGroupReq
 WEIGHT_UPDATE_ABORT_MESSAGE = "The request was aborted for a weight update."
 NO_SESSION = "No weight update has begun; call begin_weight_update."
-POLL_S = 0.02  # how often a waiting scheduler looks whether reading is done
+POLL_S = 0.02  # interval at which a waiting scheduler checks whether reading is done
 BROKEN = (
     "A weight update failed half-way; update all weights with update_weights_from_disk, or restart."
 )
@@ -73,10 +73,10 @@ class ModelWeights(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """One call: what is done in the thread, and then between steps when its turn comes.
+    """One call: its work in the thread, and then its work between steps when its turn comes.
 
     Attributes:
-        finish: gets what the future gives.
+        finish: gets the result of the future.
     """
 
     message: WeightMessage
@@ -86,10 +86,10 @@ class _Job:
 
 @dataclass(slots=True)
 class _Update:
-    """New weights that have not been taken over: of one call, or of a session.
+    """New weights of one call, or of a session, that have not been taken over.
 
     Attributes:
-        is_complete: they are all weights of the model.
+        is_complete: they include all weights of the model.
         aborts: whether requests are ended instead of being waited for.
     """
 
@@ -146,7 +146,8 @@ class WeightControl:
         return bool(self._jobs)
 
     def tick(self) -> None:
-        """Has the first call finished between steps, once it is read and nothing is in its way."""
+        """Queues the end of the first call for the time between steps, once its weights are read
+        and nothing else must come first."""
         if not self._jobs or self._first_is_due or not self._jobs[0].future.done():
             return
         if not (self._state.awaits_end and self._started_requests_run):
@@ -176,8 +177,8 @@ class WeightControl:
             job.finish(result)
 
     def _must_wait(self, message: WeightMessage) -> bool:
-        """Tells whether running requests have to finish first, so that no output mixes weights
-        without a pause."""
+        """Tells whether running requests must finish first: without a pause no output may mix
+        weights."""
         if not self._started_requests_run:
             return False
         if isinstance(message, UpdateWeightsReq):
@@ -206,7 +207,7 @@ class WeightControl:
         self._start(message, functools.partial(self._read, message.source), finish)
 
     def _read(self, source: WeightSource) -> StagedWeights:
-        """In the thread: the checked weights of a source."""
+        """In the thread, reads and checks the weights of a source."""
         if isinstance(source, FromDirectory):
             return self._weights.from_directory(source.path)
         if isinstance(source, FromBytes):
@@ -228,7 +229,7 @@ class WeightControl:
         return self._weights.from_tensors(group.receive(specs))
 
     def _take_over(self, message: UpdateWeightsReq | WeightSessionReq, update: _Update) -> bool:
-        """Between steps: the staged weights serve from here on. Returns whether they do."""
+        """Between steps, makes the staged weights serve. Returns whether that worked."""
         problem = "" if update.is_complete else self._state.broken
         if WEIGHTS_TAG in self._state.released:
             problem = self._state.unusable
@@ -264,7 +265,8 @@ class WeightControl:
         return True
 
     def _flush(self, is_wanted: bool) -> dict[str, Any]:
-        """Drops the old weights' prefixes. While requests hold KV they stay, but never match."""
+        """Drops the prefixes of the old weights. While requests hold KV the prefixes stay, but
+        never match."""
         if not is_wanted:
             return {}
         if self._lifecycle.holds_kv:
@@ -295,7 +297,7 @@ class WeightControl:
         session.weight_version = message.weight_version or session.weight_version
         self._set_session(None)
         if not self._take_over(message, session) and not self._state.broken:
-            self._set_session(session)  # nothing has changed: it can be tried again
+            self._set_session(session)  # nothing has changed, so the client can try again
             self._state.publish()
 
     def _roll_back(self, message: WeightSessionReq) -> None:
@@ -323,9 +325,10 @@ class WeightControl:
     # ---------------------------------------------------------------- groups
 
     def _change_group(self, message: WeightGroupReq) -> None:
-        """Leaving ends what is being received at once; everything else waits for its turn."""
+        """Changes the group. Leaving ends a receipt in progress at once; everything else waits for
+        its turn."""
         if message.join is None:
-            with suppress(WeightUpdateError):  # which is the answer once its turn comes
+            with suppress(WeightUpdateError):  # the error is the answer once its turn comes
                 self._groups[self._name_of_group(message.group_name)].close()
         work = functools.partial(self._swap_group, message.group_name, message.join)
         text = "Left the group." if message.join is None else "Joined the group."
@@ -341,7 +344,7 @@ class WeightControl:
         self._groups[name] = WeightGroup.join(group_name=name, **msgspec.structs.asdict(join))
 
     def _name_of_group(self, name: str) -> str:
-        """Finds a group; by the default name also the only one that there is.
+        """Finds a group; the default name also finds the only one, whatever its name.
 
         Raises:
             WeightUpdateError: if there is none.

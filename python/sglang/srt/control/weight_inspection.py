@@ -1,4 +1,4 @@
-"""Looking at the weights that serve: values by name, and whether an update brought them all."""
+"""Looks at the weights that serve: values by name, and whether an update brought all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.control.memory_control import WEIGHTS_TAG
 from sglang.srt.messages.control import CheckWeightsReq, ControlReply, GetWeightsByNameReq
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 
-MAX_VALUES = 1 << 20  # of one answer: the scheduler makes a number of Python of each
+MAX_VALUES = 1 << 20  # of one answer: the scheduler makes a Python number of each
 CHECKSUM_BYTES = 1 << 22  # summed up at a time, as 64-bit numbers
 MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that a change of one byte always shows
 MAX_NAMED = 3
@@ -130,7 +130,8 @@ class WeightInspection:
 
 
 def checksum(value: torch.Tensor) -> int:
-    """64 bits of a tensor's bytes, computed where it is. Any change of one byte changes it."""
+    """Returns a 64-bit checksum of a tensor's bytes, computed on its device. Any change of one byte
+    changes it."""
     flat = value.detach().reshape(-1).view(torch.uint8)
     total = 0
     for start in range(0, flat.numel(), CHECKSUM_BYTES):

@@ -23,8 +23,8 @@ async def update_weights(
     load_format: str | None = None,
     **options: Any,
 ) -> Any:
-    """Sends tensors to a server on this machine, by the memory that they are in. Every process of
-    the mesh's dimension calls this, with the same names, and the first one of them sends.
+    """Sends tensors to a server on this machine, by naming their memory. Every process of the
+    mesh's dimension calls this with the same names, and the first of them sends.
 
     Args:
         engine: has `update_weights_from_tensor`, which takes one `UpdateWeightsFromTensorReqInput`;
@@ -60,7 +60,7 @@ async def update_weights(
 
 
 def _preprocess_tensor_for_update_weights(tensor: torch.Tensor) -> Any:
-    """Gathers a tensor that is spread over processes, which all of them must ask for."""
+    """Gathers a tensor that is spread over processes; all of them must call this."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Raw bytes of a request's body to Python values."""
+"""Turns the raw bytes of a request's body into Python values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.sglang_surface import is_neutral
 
 S = TypeVar("S", bound=msgspec.Struct)
 MAX_EXPLAINED_BYTES = 262_144
-MAX_EXACT = 2**53  # of the integers that floats can tell apart
+MAX_EXACT = 2**53  # up to it a float represents each integer exactly
 MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 FLOAT_IN_FIELD = re.compile(r"got `float` - at `\$\.(\w+)")
 
@@ -45,7 +45,7 @@ def parse_json_object(raw: bytes, limits: RequestLimits | None = None) -> dict[s
 
 
 def require_object(body: Any) -> dict[str, Any]:
-    """The body itself, if it is a JSON object."""
+    """Returns the body itself if it is a JSON object."""
     if not isinstance(body, dict):
         raise RequestError(None, NO_OBJECT)
     return body
@@ -57,7 +57,7 @@ def parse_struct(
     unsupported: Mapping[str, tuple[Any, ...]] | None = None,
     limits: RequestLimits | None = None,
 ) -> S:
-    """`struct_of` the object that a body's bytes are; see `parse_json_object`."""
+    """Parses a body's bytes into a struct; see `parse_json_object` and `struct_of`."""
     return struct_of(parse_json_object(raw, limits), struct, unsupported or {})
 
 
@@ -70,9 +70,9 @@ def struct_of(
     """Makes a parsed body into a struct; null stands for a field's default.
 
     Args:
-        unsupported: fields that the client may send but that do nothing here, each with the values
-            that are accepted, since they ask for nothing.
-        unknown: what becomes of unknown fields.
+        unsupported: fields without an effect here, each with its accepted values, those that ask
+            for nothing.
+        unknown: how unknown fields are handled.
 
     Raises:
         RequestError: naming the field that is unknown, not supported or of a wrong type.
@@ -83,10 +83,10 @@ def struct_of(
 
 
 def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "") -> S:
-    """The struct of these fields. As in JSON Schema 2.0 is an integer, and stands for 2.
+    """Makes the struct of these fields. As in JSON Schema, 2.0 is an integer and means 2.
 
     Args:
-        prefix: what the client's names of the fields begin with, such as `sampling_params.`.
+        prefix: beginning of the client's names of the fields, such as `sampling_params.`.
 
     Raises:
         RequestError: naming the field that is missing, of a wrong type, out of its range or at
@@ -96,7 +96,7 @@ def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "")
         with paused_collections():
             return _convert(fields, struct)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, RequestError):  # a rule of the struct's __post_init__
+        if isinstance(error.__cause__, RequestError):  # raised by the struct's __post_init__
             raise error.__cause__ from None
         raise _type_error(error, prefix) from None
     except UnicodeEncodeError as error:  # JSON cannot hold such a text, callers in Python can
@@ -127,7 +127,8 @@ def _convert(fields: Mapping[str, Any], struct: type[S]) -> S:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """A number, a list or a list of lists with integers in place of floats that are integers."""
+    """Returns a number, a list or a list of lists with integers in place of floats of integer
+    value."""
     if isinstance(value, list):
         lists = (item if isinstance(item, list) else [item] for item in value)
         whole = [[_whole_number(number) for number in numbers] for numbers in lists]
@@ -143,7 +144,8 @@ def _whole_number(value: Any) -> Any:
 
 
 def _type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:
-    """A msgspec error such as "Expected `int`, got `str` - at `$.n`" as a `RequestError`."""
+    """Turns a msgspec error such as "Expected `int`, got `str` - at `$.n`" into a
+    `RequestError`."""
     reason, _, path = str(error).partition(" - at ")
     # `[...]` stands for an entry of an object; the object's own name is enough.
     place = path.strip("`").rpartition("$")[2].removeprefix(".").replace("[...]", "")
@@ -161,7 +163,7 @@ def check_known_fields(
     prefix: str,
     unknown: UnknownFields = REFUSED,
 ) -> None:
-    """Looks at unknown fields, and refuses `unsupported` ones whose value asks for something; see
+    """Handles unknown fields, and refuses `unsupported` ones whose value asks for something; see
     `struct_of`."""
     for name, value in fields.items():
         if name in handled:
@@ -173,8 +175,8 @@ def check_known_fields(
 
 
 def _malformed(raw: bytes) -> RequestError:
-    """Why strict parsing failed; Python's own parser knows the numbers that JSON does not have.
-    It is slow, so a large body is not looked at again."""
+    """Returns why strict parsing failed. Python's own parser accepts the numbers that JSON does not
+    have, and so finds them. It is slow, so a large body is not parsed again."""
     if len(raw) > MAX_EXPLAINED_BYTES:
         return RequestError(None, "The body is not valid JSON.")
     try:

@@ -10,9 +10,9 @@ class RequestError(ValueError):
     """A client's mistake.
 
     Attributes:
-        field: what is wrong, as the client wrote it; None for the body as a whole.
+        field: name of the wrong field, as the client wrote it; None for the body as a whole.
         message: one sentence, safe to show: it never holds more than a name of the input.
-        code: what clients tell this kind of mistake by; None: by its status code.
+        code: the code by which clients recognize this kind of mistake; None: the status code.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class RequestError(ValueError):
         self.code = code
 
     def in_terms(self, field: str | None, message: str) -> RequestError:
-        """Gives the same error, as a body with other names has it."""
+        """Returns the same error in terms of a body with other names."""
         return RequestError(field, message, self.status_code, self.code)
 
 
 class ServiceError(RuntimeError):
-    """The server cannot answer, through no fault of the request.
+    """The server cannot answer, and the request is not the reason.
 
     Attributes:
         status_code: 503 if trying again, here or elsewhere, can help; 500 otherwise.
@@ -47,11 +47,12 @@ class ServiceError(RuntimeError):
 
 
 def field_error(field: str | None, reason: str, code: str | None = None) -> RequestError:
-    """The error "field: reason."."""
+    """Makes the error "field: reason."."""
     return RequestError(field, f"{field}: {reason}." if field else f"{reason}.", code=code)
 
 
 def shorten(name: str) -> str:
-    """A client's own name for something, printable and cut to a length fit for a message."""
+    """Returns a client's own name for something, printable and cut to a length that fits a
+    message."""
     printable = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME_CHARS])
     return printable + ("..." if len(name) > MAX_NAME_CHARS else "")

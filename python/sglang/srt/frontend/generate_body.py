@@ -1,8 +1,8 @@
 """The body of `/generate`: its fields with their types and ranges, and the rules beyond those.
 
 A new field is one line of `GenerateReqInput`, which accepts it, checks it and documents it in
-`/openapi.json`, and a line where it acts: that place reads `CheckedRequest.body`. A field with a
-value for each prompt goes into `CheckedPrompt` too.
+`/openapi.json`, and a line where it has its effect: that place reads `CheckedRequest.body`. A field
+with a value for each prompt goes into `CheckedPrompt` too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HIDDEN_STATES: dict[bool | str, Literal["none", "all", "last"]] = {
     True: "all",
     "last": "last",
 }
-# What its types cannot say, as JSON Schema.
+# Rules that its types cannot express, as JSON Schema.
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _IDS_OR_LISTS = {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
 ONE_PROMPT: dict[str, Any] = {
@@ -64,7 +64,7 @@ ONE_PROMPT: dict[str, Any] = {
 
 
 class _TakesSGLangFields(msgspec.StructMeta):
-    """Takes what SGLang's body has beside ours at neutral values, and drops it."""
+    """Accepts further fields of SGLang's body at neutral values, and drops them."""
 
     def __call__(cls, **given: Any) -> Any:
         known = cls.__struct_fields__
@@ -82,7 +82,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, metaclass=_TakesSGLangField
         RequestError: naming a field that is unknown, or that SGLang has and this runtime does not.
 
     Attributes:
-        rid: the client's label; one for a batch names all of it.
+        rid: the client's label; a single one names the whole batch.
         logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
         return_prompt_token_ids: each answer gets `prompt_token_ids`, with a BOS that was added.
         token_ids_logprob: ids whose logprobs are returned at every position.
@@ -113,11 +113,11 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, metaclass=_TakesSGLangField
     log_metrics: bool = True
 
 
-# Null means the default in every field. In these fields so do false, 0 and an empty value.
+# Null means the default in every field. In these fields false, 0 and an empty value do too.
 FALSE_IS_DEFAULT = frozenset(("priority", "custom_labels", "no_logs"))
-# In these fields so does every value that `is_neutral` accepts, such as a list of empty texts.
+# In these fields every value that `is_neutral` accepts does too, such as a list of empty texts.
 NEUTRAL_IS_DEFAULT = frozenset(("return_hidden_states", "cache_salt", "extra_key"))
-# In these fields so does an empty list.
+# In these fields an empty list does too.
 EMPTY_LIST_IS_DEFAULT = frozenset(
     ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
 )
@@ -125,7 +125,7 @@ EMPTY_LIST_IS_DEFAULT = frozenset(
 
 @dataclass(frozen=True)
 class CheckedPrompt:
-    """One prompt: `text` or `input_ids` is set, and its sampling parameters hold.
+    """One prompt: `text` or `input_ids` is set, and its sampling parameters are checked.
 
     Attributes:
         logprobs: None for none; its `start_len` may be -1, for outputs only.
@@ -140,14 +140,15 @@ class CheckedPrompt:
     has_default_length: bool
 
     def params_for(self, num_prompt_tokens: int, limits: RequestLimits) -> SamplingParams:
-        """The sampling parameters, once the prompt's length is known."""
+        """Returns the sampling parameters, once the prompt's length is known."""
         params, room = self.sampling_params, limits.max_req_len - num_prompt_tokens
         if not self.has_default_length or params.max_new_tokens <= room:
             return params
         return msgspec.structs.replace(params, max_new_tokens=room)
 
     def logprobs_for(self, num_prompt_tokens: int) -> LogprobOptions | None:
-        """Returns what the scheduler is asked for, once the prompt's length is known.
+        """Returns the log-probabilities to ask the scheduler for, once the prompt's length is
+        known.
 
         Raises:
             RequestError: if logprob_start_len is outside the prompt.
@@ -166,12 +167,12 @@ class CheckedPrompt:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """The body of a `/generate` call, checked; only the prompts' lengths are still unknown.
+    """The checked body of a `/generate` call; only the prompts' lengths are still unknown.
 
     Attributes:
-        body: what holds for all prompts is read from it; its `sampling_params` are empty, since
-            the checked ones are each prompt's.
-        is_batch: the client sent a list of prompts and gets a list, be it of one.
+        body: has the fields that hold for all prompts; its `sampling_params` are empty, since each
+            prompt has its own checked ones.
+        is_batch: the client sent a list of prompts and gets a list, even if it has one entry.
     """
 
     body: GenerateReqInput
@@ -185,8 +186,8 @@ def check_generate_request(
     """Checks a parsed body of `/generate`.
 
     Args:
-        defaults: sampling parameters of the route that the body comes from, where they are not
-            those of `/generate`.
+        defaults: default sampling parameters of the body's route, if they differ from those of
+            `/generate`.
 
     Raises:
         RequestError: naming the first field that breaks a rule; it never repeats the input at
@@ -231,7 +232,8 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def _check_one_kind_of_prompts(given: dict[str, Any], limits: RequestLimits) -> None:
-    """Leaves one of text and input_ids in `given`, and counts a batch before it is looked at."""
+    """Leaves one of text and input_ids in `given`, and counts a batch before it checks its
+    entries."""
     if "text" in given and "input_ids" in given:  # an empty one beside the other asks for nothing
         for name in ("text", "input_ids"):
             if not given[name]:
@@ -250,7 +252,7 @@ def _check_one_kind_of_prompts(given: dict[str, Any], limits: RequestLimits) -> 
 def _prompts_of(
     request: GenerateReqInput, limits: RequestLimits
 ) -> tuple[Sequence[str | list[int]], bool]:
-    """(texts or lists of token ids, is_batch)."""
+    """Returns (texts or lists of token ids, is_batch)."""
     text = request.text
     if text is None:
         return check_id_lists("input_ids", request.input_ids or [], limits.vocab_size)
@@ -263,7 +265,7 @@ def _prompts_of(
 
 
 def _per_prompt(name: str, value: Any, num_prompts: int, is_batch: bool) -> list[Any]:
-    """One value per prompt; a value that is no list holds for all of them."""
+    """Returns one value per prompt; a value that is no list holds for all of them."""
     if not isinstance(value, list):
         return [value] * num_prompts
     if not is_batch:
@@ -279,7 +281,7 @@ def _check_sampling(
     limits: RequestLimits,
     defaults: Mapping[str, Any],
 ) -> list[SamplingParams]:
-    """The parameters of each prompt; those that all share are checked once."""
+    """Returns the parameters of each prompt; parameters that all share are checked once."""
     name = "sampling_params"
     if isinstance(request.sampling_params, dict):
         params = check_sampling_params(request.sampling_params, limits, name, defaults)
@@ -296,7 +298,8 @@ def _check_sampling(
 def _logprobs_of(
     request: GenerateReqInput, params: list[SamplingParams], is_batch: bool, limits: RequestLimits
 ) -> list[LogprobOptions | None]:
-    """The log-probabilities that each prompt asks for; ids that all share are checked once."""
+    """Returns the log-probabilities that each prompt asks for; ids that all share are checked
+    once."""
     num_prompts = len(params)
     wanted = _per_prompt("return_logprob", request.return_logprob, num_prompts, is_batch)
     starts = _per_prompt("logprob_start_len", request.logprob_start_len, num_prompts, is_batch)
@@ -323,7 +326,7 @@ def _logprobs_of(
 
 
 def _check_labels(request: GenerateReqInput, limits: RequestLimits) -> None:
-    """Lengths of the texts that are only labels and keys."""
+    """Checks the lengths of texts that are only labels and keys."""
     rids = [request.rid] if isinstance(request.rid, str) else request.rid or []
     for index, rid in enumerate(rids):
         name = f"rid[{index}]" if isinstance(request.rid, list) else "rid"
@@ -338,7 +341,7 @@ def _check_labels(request: GenerateReqInput, limits: RequestLimits) -> None:
 
 
 def _check_permissions(request: GenerateReqInput, limits: RequestLimits) -> None:
-    """Checks what a flag of the server must allow."""
+    """Checks fields that a flag of the server must allow."""
     if request.priority and not limits.allow_priority:
         raise field_error("priority", "start the server with --enable-priority-scheduling")
     if request.return_text_in_logprobs:

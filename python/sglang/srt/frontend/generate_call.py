@@ -57,8 +57,8 @@ class Sample:
         self._latency_s: float | None = None
 
     def add(self, output: ReqTextOutput) -> None:
-        """Takes in news and wakes the client's call. It is called for every token, so whatever can
-        wait is left to `as_dict`, which a slow reader asks for less often."""
+        """Adds news and wakes the client's call. It runs for every token, so work that can wait is
+        left to `as_dict`, which runs less often for a slow reader."""
         self._text += output.text
         self._output_ids += output.token_ids
         self.finish_reason = output.finish_reason
@@ -102,14 +102,14 @@ class Sample:
         return self.finish_reason is not None and self.finish_reason.type == "abort"
 
     def note_end(self, log: RequestLog | None) -> None:
-        """Counts and logs the end of this sample, whether it finished or was left; called once."""
+        """Counts and logs the end of this sample, finished or left by its client. Called once."""
         self._meter.end(is_aborted=self.finish_reason is None or self.is_aborted)
         if log is not None and self.log_fields is not None:
             log.write(self._log_line(log.level))
 
     def _log_line(self, level: int) -> dict[str, Any]:
-        """Returns what the request log says at the end of this sample, whether it finished or was
-        left."""
+        """Returns the line of the request log at the end of this sample, finished or left by its
+        client."""
         reason = self.finish_reason
         fields: dict[str, Any] = {
             "rid": self.rid,
@@ -126,8 +126,8 @@ class Sample:
         return fields
 
     def _weight_meta(self) -> dict[str, Any]:
-        """The label of the weights that the last token comes from, and the labels of all tokens
-        as spans [start, end)."""
+        """Returns the label of the last token's weights, and the labels of all tokens as spans
+        [start, end)."""
         if not self._weight_spans:
             return {}
         if len(self._weight_spans) == 1:
@@ -152,7 +152,7 @@ class Sample:
         return bool(self._output_ids)
 
     def as_dict(self) -> dict[str, Any]:
-        """The answer so far, in SGLang's form."""
+        """Returns the answer so far, in SGLang's form."""
         reason = self.finish_reason
         meta = {
             "id": self.rid,
@@ -172,10 +172,10 @@ class Sample:
 
 
 class GenerateCall:
-    """One call of a client: its samples, in the order of the answer, and what wakes it.
+    """One call of a client: its samples, in the order of the answer, and the future that wakes it.
 
     Args:
-        metrics: where its samples are counted.
+        metrics: counts its samples.
 
     Attributes:
         has_text: answers have a `text`.
@@ -199,7 +199,7 @@ class GenerateCall:
     def add_sample(
         self, req_id: int, rid: str, lists: LogprobsAndHiddenLists, reports_steps: bool = False
     ) -> Sample:
-        """A new sample of this call, the next in its answer."""
+        """Adds a sample to this call, the next in its answer."""
         sample = Sample(self, len(self.samples), req_id, rid, lists, reports_steps)
         self.samples.append(sample)
         self._num_unfinished += 1
@@ -223,12 +223,12 @@ class GenerateCall:
         self._wake()
 
     def fail_unless_streamed(self, error: Exception) -> None:
-        """`fail` for a client that has had nothing yet."""
+        """Calls `fail` if the client has got nothing yet."""
         if not self._streams:
             self.fail(error)
 
     async def wait_for_news(self) -> None:
-        """Returns when there is news that the last return did not tell; one task may wait."""
+        """Returns when there is news since the last return. Only one task may wait."""
         if not self._has_news:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -249,19 +249,19 @@ class GenerateCall:
             raise self._error
 
     def pop_changed(self) -> Sample | None:
-        """The sample whose news is the oldest, if there is any."""
+        """Returns the sample whose news is the oldest, if there is any."""
         if not self._changed:
             return None
         return self._changed.pop(next(iter(self._changed)))
 
     def chunk_of(self, sample: Sample) -> dict[str, Any]:
-        """A chunk of a stream."""
+        """Makes a chunk of a stream."""
         if not self._gives_list:
             return sample.as_dict()
         return {**sample.as_dict(), "index": sample.index}
 
     async def answer(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The answer of a call that has finished. What may take long is done in a thread."""
+        """Returns the answer of a finished call. Parts that may take long are made in a thread."""
         if any(sample.takes_long for sample in self.samples):
             return await asyncio.to_thread(self._answer)
         return self._answer()
@@ -276,7 +276,7 @@ class GenerateCall:
         return self._is_list or len(self.samples) > 1
 
     def _refusal(self, sample: Sample, reason: FinishReason) -> Exception | None:
-        """The error of the whole call that a sample's end is, if it is one.
+        """Returns the error of the whole call, if the end of a sample is one.
 
         A sample refused for lack of room fails its whole batch, so that the client can send it
         again elsewhere; other errors of one sample in a batch stay its own.
@@ -293,8 +293,8 @@ class GenerateCall:
 
 
 def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
-    """Returns what SGLang says of a request's drafts. Only steps that verified drafts count: an
-    accept length is the tokens of such a step, the drafts that the model confirmed and its own.
+    """Returns SGLang's fields on a request's drafts. Only steps that verified drafts count. The
+    accept length of such a step is the number of confirmed drafts plus the model's own token.
 
     Args:
         num_proposed: drafts that were verified.
@@ -319,6 +319,6 @@ def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
 
 
 def finish_reason_dict(reason: FinishReason) -> dict[str, Any]:
-    """SGLang's form: the type and the fields that belong to it."""
+    """Returns SGLang's form: the type and the fields that belong to it."""
     fields = msgspec.structs.asdict(reason)
     return {key: value for key, value in fields.items() if value is not None}

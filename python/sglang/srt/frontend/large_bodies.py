@@ -1,7 +1,7 @@
-"""Large bodies: what they hold is counted before it is decoded, and decoded field by field.
+"""Large bodies: counts their contents before decoding, and decodes them field by field.
 
-Decoding keeps every other thread waiting, the event loop's too. So a field that asks for too much
-is refused by its bytes, and lists of token ids are decoded one by one.
+Decoding blocks every other thread, the event loop's too. So a field that asks for too much is
+refused by its bytes, and lists of token ids are decoded one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.frontend.request_limits import RequestLimits, check_batch_size, 
 
 COUNTED_BYTES = 65_536  # a smaller body or field takes some milliseconds at most
 MAX_FIELDS = 1000
-MAX_VALUES = 1_000_000  # of a field that is no prompt; this many take 0.1 s
+MAX_VALUES = 1_000_000  # of a field other than prompts; this many take 0.1 s
 PROMPT_FIELDS = frozenset(("text", "input_ids", "prompt", "tokens"))
 ENTRIES = "the number of entries"
 NO_OBJECT = "The body must be a JSON object."
@@ -23,13 +23,13 @@ NOT_IDS = "must be token ids, or a list of lists of token ids"
 
 
 def decode_body(raw: bytes, limits: RequestLimits | None) -> Any:
-    """The value of a JSON text.
+    """Decodes a JSON text.
 
     Args:
-        limits: of the prompts in it; None for a body that has none.
+        limits: limits of the prompts in it; None for a body without prompts.
 
     Raises:
-        RequestError: if a large body is no object, or has too many prompts, tokens of a prompt,
+        RequestError: if a large body is no object, or has too many prompts, tokens in a prompt,
             values or fields.
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: if it is no JSON.
     """
@@ -64,7 +64,7 @@ def _decode_field(name: str, field: msgspec.Raw, limits: RequestLimits | None) -
 
 
 def _without_strings(name: str, raw: bytes) -> bytes:
-    """Returns what a JSON text has outside of its strings."""
+    """Returns the parts of a JSON text outside of its strings."""
     if b'"' not in raw:
         return raw
     if b"\\" in raw:
@@ -79,7 +79,8 @@ def _check_num_values(name: str, num_values: int) -> None:
 
 
 def _decode_id_lists(name: str, raw: bytes, limits: RequestLimits) -> list[Any]:
-    """The lists of a list, none of which holds a string. Other threads run between two of them."""
+    """Decodes the lists of a list, none of which holds a string. Other threads run between two of
+    them."""
     lists: list[Any] = []
     end = 0
     while (start := raw.find(b"[", end + 1)) > 0:

@@ -21,7 +21,7 @@ class LogprobsAndHiddenLists:
     """Log-probabilities and hidden states of one sample so far, in SGLang's shapes.
 
     Args:
-        request: which of them are wanted, and the prompt.
+        request: says which of them are wanted, and has the prompt.
         text_of_token: text of one token id; None to leave texts out.
     """
 
@@ -42,12 +42,12 @@ class LogprobsAndHiddenLists:
 
     @property
     def are_wanted(self) -> bool:
-        """Tells whether there are any."""
+        """Tells whether any are wanted."""
         return self._logprobs is not None or self._hidden_states != "none"
 
     @property
     def take_long(self) -> bool:
-        """Tells whether there may be many of them."""
+        """Tells whether there may be so many that `meta_info` takes long."""
         return self._logprobs is not None or self._hidden_states == "all"
 
     def add(self, output: ReqTextOutput) -> None:
@@ -56,10 +56,10 @@ class LogprobsAndHiddenLists:
         self._hidden_news += output.hidden_states
 
     def meta_info(self, is_last: bool) -> dict[str, Any]:
-        """Gives the fields of `meta_info` that were asked for. Many of them take long.
+        """Returns the fields of `meta_info` that were asked for. Long lists take long.
 
         Args:
-            is_last: the sample has ended; the tokens that filters kept are given then only.
+            is_last: the sample has ended; only then the tokens that filters kept are returned.
         """
         wanted, fields = self._logprobs, dict[str, Any]()
         if wanted is not None:
@@ -77,15 +77,16 @@ class LogprobsAndHiddenLists:
         if self._hidden_states == "last":
             fields["hidden_states"] = list(self._hidden)
         elif self._hidden_states == "all":
-            # The prompt's rows are one entry, each generated token's row another.
+            # The rows of the prompt are one entry together; the row of each generated token is one
+            # more.
             split = self._num_prompt_tokens
             fields["hidden_states"] = [self._hidden[:split], *self._hidden[split:]]
         return fields
 
 
 def kept_tokens_fields(kept: list[bytes]) -> dict[str, str]:
-    """The tokens that filters kept at each position, as slime reads them: base64 of int32, all ids
-    one after the other, and where those of each position begin and the last ones end."""
+    """Returns the tokens that filters kept at each position in slime's form, base64 of int32: all
+    ids one after the other, and the offsets where each position begins and the last one ends."""
     ends = itertools.accumulate((len(ids) // ID_BYTES for ids in kept), initial=0)
     fields = {"top_p_token_ids": b"".join(kept), "top_p_token_offsets": array("i", ends).tobytes()}
     return {name: base64.b64encode(data).decode() for name, data in fields.items()}
@@ -95,7 +96,7 @@ class LogprobLists:
     """Logprobs of the prompt, or of the output: one entry per position in each list.
 
     Attributes:
-        news: positions that are not in the lists of the answer yet; that is done when it is built.
+        news: positions that are not in the lists of the answer yet; building the answer adds them.
     """
 
     def __init__(self, text_of_token: Callable[[int], str] | None, token_ids: list[int]) -> None:

@@ -27,23 +27,24 @@ class RequestLimits:
 
     Attributes:
         vocab_size: width of the logits; token ids at or above it are refused.
-        max_req_len: prompt plus max_new_tokens at most, in tokens.
-        max_req_len_reason: what sets `max_req_len`, and the remedy.
+        max_req_len: limit of prompt plus max_new_tokens, in tokens.
+        max_req_len_reason: the reason for `max_req_len`, and the remedy.
         has_tokenizer: requests may have texts, and answers do.
-        measured: what `max_req_len` is the length of, in messages.
-        max_text_tokens: of a text of /tokenize and of a list of /detokenize; None: `max_req_len`.
-        max_batch_size: prompts times n at most.
-        max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
-        max_grammar_bytes: of what an output must match.
-        grammar_refusal: why no request may have a grammar, and the remedy; None: it may.
-        max_top_logprobs, max_token_ids_logprob: of one prompt.
-        max_cache_key_chars: of `cache_salt`, and of `extra_key`.
-        mtp_max_k: tokens predicted per step at most; 0 where no request may predict several.
-        mtp_refusal: why, and the remedy.
-        preferred_sampling_params: what holds where a request says nothing.
-        openai_sampling_defaults: what holds in `/v1/*` where neither says anything.
-        unknown_fields, unknown_openai_fields: what becomes of unknown fields, in
-            `/generate` and in `/v1/*`.
+        measured: name, in messages, of the length that `max_req_len` limits.
+        max_text_tokens: limit of a text of /tokenize and of a list of /detokenize; None:
+            `max_req_len`.
+        max_batch_size: limit of prompts times n.
+        max_stop_strings: limit of the entries of `stop`, and of `stop_token_ids`.
+        max_grammar_bytes: limit of the size of a grammar.
+        grammar_refusal: why no request may have a grammar, and the remedy; None: requests may.
+        max_top_logprobs, max_token_ids_logprob: limits of one prompt.
+        max_cache_key_chars: limit of `cache_salt`, and of `extra_key`.
+        mtp_max_k: limit of tokens predicted per step; 0 where no request may predict several.
+        mtp_refusal: why no request may, and the remedy.
+        preferred_sampling_params: values of parameters that a request leaves out.
+        openai_sampling_defaults: values in `/v1/*` where both leave a parameter out.
+        unknown_fields, unknown_openai_fields: handling of unknown fields, in `/generate` and in
+            `/v1/*`.
     """
 
     vocab_size: int
@@ -76,7 +77,7 @@ class RequestLimits:
 
     @property
     def of_texts(self) -> RequestLimits:
-        """The limits of texts that nothing is generated for."""
+        """Returns the limits of texts that are only tokenized."""
         if self.max_text_tokens is None:
             reason = f"{self.max_req_len_reason}; see --max-tokenize-tokens"
             return replace(self, max_req_len_reason=reason, measured="text")
@@ -85,10 +86,10 @@ class RequestLimits:
 
 
 def check_text_allowed(field: str | None, limits: RequestLimits, remedy: str) -> None:
-    """Refuses a field, or a whole body, that a server without a tokenizer cannot do.
+    """Refuses a field, or a whole body, if it needs a tokenizer and the server has none.
 
     Args:
-        remedy: what the client gives instead.
+        remedy: tells the client what to send instead.
     """
     if not limits.has_tokenizer:
         raise field_error(field, f"{NO_TOKENIZER}; {remedy}")
@@ -104,11 +105,12 @@ def check_length(
     """Checks the length of a prompt with its output.
 
     Args:
-        field: the prompt's name.
-        is_counted: the prompt has exactly that many tokens, and not at least that many.
+        field: name of the prompt.
+        is_counted: the number of tokens is exact; otherwise the prompt has at least as many.
 
     Raises:
-        RequestError: if the prompt is empty or too long, or if the output is beside it.
+        RequestError: if the prompt is empty or too long, or if prompt and output together are too
+            long.
     """
     if num_prompt_tokens == 0:
         raise field_error(field, "the prompt has no tokens; give at least one")
@@ -149,7 +151,7 @@ def check_batch_size(
     """Checks how many prompts, samples or lists a request has.
 
     Args:
-        field: what the client changes to have fewer.
+        field: the field that the client must change.
     """
     if size > limits.max_batch_size:
         reason = f"{what} is {size}, more than {limits.max_batch_size}"
@@ -157,16 +159,16 @@ def check_batch_size(
 
 
 def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[list[int]], bool]:
-    """Lists of token ids, from one list of integers or from a list of such lists.
+    """Returns lists of token ids, from one list of integers or from a list of such lists.
 
     Args:
         value: integers that are not negative, as `TokenId` says, or lists of them.
 
     Returns:
-        The lists, and whether the client sent several (be it one in a list).
+        The lists, and whether the client sent a list of lists.
 
     Raises:
-        RequestError: naming the entry that is outside the vocabulary, or no list beside lists.
+        RequestError: naming an entry that is outside the vocabulary, or no list while others are.
     """
     if _are_below(vocab_size, value):
         return [value], False
@@ -184,7 +186,7 @@ def _are_below(limit: int, values: list[Any]) -> bool:
     """Tells whether all are integers below the limit. One pass: a prompt may have 100,000 ids."""
     try:
         return max(values, default=-1) < limit
-    except TypeError:  # lists have no place in the order of integers
+    except TypeError:  # lists cannot be compared with integers
         return False
 
 
@@ -199,13 +201,13 @@ def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
 
 
 def _outside(name: str, ids: list[int], vocab_size: int) -> RequestError:
-    """The error of the first id outside of the vocabulary."""
+    """Returns the error for the first id outside of the vocabulary."""
     index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
     return field_error(f"{name}[{index}]", f"is outside the vocabulary, 0..{vocab_size - 1}")
 
 
 def check_short_text(name: str, text: str, max_chars: int) -> None:
-    """Checks a text of a client's own that is only compared and shown."""
+    """Checks a text of the client that is only compared and shown."""
     if len(text) > max_chars:
         raise field_error(name, f"must have at most {max_chars} characters")
     check_encodable(name, text)

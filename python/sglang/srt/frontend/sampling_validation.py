@@ -1,4 +1,4 @@
-"""From a `sampling_params` object to checked `SamplingParams`."""
+"""Makes checked `SamplingParams` of a `sampling_params` object."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MTP_PREFIX = "mtp_"
 STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
 DEFAULT_MTP_K = SamplingParams().mtp_k
 MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
-# A request's grammar is instead of the server's, and says by itself where the output ends.
+# A request's grammar replaces the server's, and decides by itself where the output ends.
 ENDED_BY_GRAMMAR = frozenset((*GRAMMAR_FIELDS, "min_new_tokens"))
-# Of a route's defaults: what unverified multi-token prediction refuses.
+# Defaults of a route that unverified multi-token prediction refuses.
 NOT_UNVERIFIED = frozenset(("temperature", "repetition_penalty"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 CUSTOM_PARAMS = "custom_params"
@@ -46,11 +46,11 @@ CUSTOM_FIELDS = frozenset(
 def check_sampling_params(
     value: Any, limits: RequestLimits, name: str, defaults: Mapping[str, Any] = {}
 ) -> SamplingParams:
-    """Checks one `sampling_params` object; null is the defaults, for a field as for the whole.
+    """Checks one `sampling_params` object; null, for a field or the whole, means the defaults.
 
     Args:
         name: the field as the client knows it, such as `sampling_params[3]`.
-        defaults: the route's, for fields that neither the object nor the server's preferred
+        defaults: the route's values of fields that neither the object nor the server's preferred
             parameters give.
 
     Raises:
@@ -95,11 +95,11 @@ def _checked(
 def take_custom_params(
     value: dict[str, Any], prefix: str, unknown: UnknownFields
 ) -> tuple[dict[str, Any], set[str]]:
-    """Sampling parameters with those of multi-token prediction that are in `custom_params`: routers
-    hand that object on, and drop sampling parameters that they do not know.
+    """Adds the parameters of multi-token prediction in `custom_params` to the sampling parameters:
+    routers pass that object on, but drop sampling parameters that they do not know.
 
     Args:
-        prefix: what the client's names of the fields begin with.
+        prefix: beginning of the client's names of the fields.
 
     Returns:
         The parameters without that object, and the names of those that were in it.
@@ -127,7 +127,7 @@ def take_custom_params(
 
 
 def _as_written(error: RequestError, prefix: str, custom: set[str]) -> RequestError:
-    """An error with the name of a field that the client has put into `custom_params`."""
+    """Returns the error with the name of a field that the client has put into `custom_params`."""
     field = error.field or ""
     if field.removeprefix(prefix).partition("[")[0] not in custom:
         return error
@@ -171,7 +171,7 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
 
 
 def check_stop_sizes(params: Sequence[SamplingParams], name: str) -> None:
-    """Checks how large the stop expressions of a request's prompts are together, once compiled.
+    """Checks the total compiled size of the stop expressions of a request's prompts.
 
     Raises:
         RequestError: naming the field.
@@ -194,7 +194,7 @@ def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) 
 
 
 def _check_grammar(grammar: Grammar | None, limits: RequestLimits, name: str) -> None:
-    """Checks what can be checked without compiling a grammar; `GrammarCheck` does the rest."""
+    """Checks a grammar as far as possible without compiling it; `GrammarCheck` does the rest."""
     if grammar is None:
         return
     field = f"{name}.{grammar.kind}"
@@ -210,8 +210,9 @@ def _check_grammar(grammar: Grammar | None, limits: RequestLimits, name: str) ->
 
 
 def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str, Any]:
-    """A request's parameters over the server's. A request that switches multi-token prediction off
-    gets none of the server's settings of it, one that brings a strategy keeps its own threshold."""
+    """Merges a request's parameters over the server's. A request that switches multi-token
+    prediction off gets none of the server's settings of it; one that brings a strategy keeps its
+    own threshold."""
     if not preferred:
         return value
     given = {name for name, item in value.items() if item is not None}
@@ -226,14 +227,16 @@ def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str
 
 
 def _that_apply(defaults: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The defaults that go with what is given: none is a reason to refuse it."""
+    """Returns the defaults that are allowed beside the given parameters: a default never causes a
+    refusal."""
     if given.get("mtp_enabled") is not True or given.get("mtp_verify") is True:
         return dict(defaults)
     return {name: value for name, value in defaults.items() if name not in NOT_UNVERIFIED}
 
 
 def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> None:
-    """Checks what only the raw fields show, and fills in the defaults of multi-token prediction."""
+    """Checks rules that need the raw fields, and fills in the defaults of multi-token
+    prediction."""
     fields = [key for key in given if key.startswith(MTP_PREFIX)]
     if not fields:
         return
@@ -257,7 +260,8 @@ def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> No
 
 
 def _read_strategy(text: str) -> list[Any]:
-    """Reads a strategy from a text: a name, `conf_adapt:0.9` or JSON. Empty for what is none."""
+    """Reads a strategy from a text: a name, `conf_adapt:0.9` or JSON. Returns an empty list for any
+    other text."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -274,7 +278,8 @@ def _read_strategy(text: str) -> list[Any]:
 
 
 def expand_samples(params: SamplingParams) -> list[SamplingParams]:
-    """One set of parameters per sample; the j-th of a seeded request uses seed + j (int64)."""
+    """Returns one set of parameters per sample; the j-th of a seeded request uses seed + j
+    (int64)."""
     seed = params.sampling_seed
     if seed is None:
         return [params] * params.n

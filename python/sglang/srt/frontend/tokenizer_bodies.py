@@ -37,7 +37,7 @@ class CheckedTokens:
     """The tokens that `/detokenize` turns into text.
 
     Attributes:
-        is_list: the client sent a list of lists and gets a list, be it of one.
+        is_list: the client sent a list of lists and gets a list, even if it has one entry.
     """
 
     lists: list[list[int]]
@@ -46,7 +46,7 @@ class CheckedTokens:
 
 
 def check_tokenize(raw: bytes, limits: RequestLimits) -> TokenizeReqInput:
-    """Parses and checks a body; how many tokens its texts have is still unknown.
+    """Parses and checks a body; the number of tokens of its texts is still unknown.
 
     Raises:
         RequestError: naming the field that breaks a rule.

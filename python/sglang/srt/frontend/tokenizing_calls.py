@@ -47,7 +47,7 @@ class TokenizingCall:
         return sum(self._num_samples[index] for index in selected)
 
     def reason_of(self, index: int) -> FinishReason | None:
-        """Why a prompt's samples end at once; None if they are to run."""
+        """Returns why a prompt's samples end at once; None if they run."""
         return self._reasons.get(index)
 
 
@@ -59,7 +59,7 @@ class TokenizingCalls:
 
     @contextmanager
     def registered(self, request: CheckedRequest) -> Iterator[TokenizingCall]:
-        """A call that aborts can reach within the block."""
+        """Registers a call, so that aborts can reach it within the block."""
         call = TokenizingCall(request)
         self._calls[id(call)] = call
         try:

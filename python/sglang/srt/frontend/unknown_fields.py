@@ -22,7 +22,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def meet(self, field: str, reason: str = "is not a known field") -> None:
-        """Takes note of a field; `field` is printable and short.
+        """Handles an unknown field; `field` is printable and short.
 
         Raises:
             RequestError: naming it, if it is refused.

@@ -1,5 +1,5 @@
-"""Work on a request that takes long. It runs in threads, so that the event loop is free for others:
-reading and checking large bodies, compiling stop expressions, texts to token ids and back."""
+"""Runs long work on a request in threads, so that the event loop is free for others: reading and
+checking large bodies, compiling stop expressions, turning texts into token ids and back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sglang.srt.stop_expressions import check_expression_list
 from sglang.srt.tokenizer import Tokenizer
 
 TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
-USUAL_CHARS_PER_TOKEN = 8  # at most, in texts of any language
+USUAL_CHARS_PER_TOKEN = 8  # the usual most, in texts of any language
 PIECE_CHARS = 65_536
-SURELY_MORE = 2  # a cut between pieces may make some tokens more, and never twice as many
-FREED_CHARS = 200_000  # encoding this many takes so much memory that it should go back
+SURELY_MORE = 2  # cuts between pieces may add some tokens, but never double their number
+FREED_CHARS = 200_000  # from here on, memory of encoding is given back to the system
 CHECK_IN_THREAD_BYTES = 65_536  # below it parsing and checking takes some milliseconds at most
 TOO_MANY_CHECKS = (
     "The grammar of this request could not be checked: {}. Try again later, or send one that this"
@@ -31,12 +31,14 @@ U = TypeVar("U")
 
 
 async def in_thread_if_large(work: Callable[[], T], num_bytes: int) -> T:
-    """The result of `work` on that many bytes of a body; on many of them in a thread."""
+    """Returns the result of `work` on a body of `num_bytes`; runs it in a thread if they are
+    many."""
     return work() if num_bytes < CHECK_IN_THREAD_BYTES else await asyncio.to_thread(work)
 
 
 async def map_texts(function: Callable[[T], U], items: Sequence[T], num_chars: int) -> list[U]:
-    """`function` of each item; with many characters in a thread, so that the loop is free.
+    """Returns `function` of each item. With many characters it runs in a thread, so that the loop
+    is free.
 
     A caller that is cancelled ends the thread's work after the item at hand.
     """
@@ -90,10 +92,10 @@ async def check_grammars(request: CheckedRequest, grammars: GrammarCheck | None)
 async def encode_texts(
     texts: Mapping[str, str], tokenizer: Tokenizer, limits: RequestLimits, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each text.
+    """Returns the token ids of each text.
 
     Args:
-        texts: by the names that the client knows them by.
+        texts: by the client's names for them.
 
     Raises:
         RequestError: if one has more tokens than a request may have.
@@ -114,8 +116,8 @@ async def encode_texts(
 async def refuse_long_text(
     name: str, text: str, tokenizer: Tokenizer, limits: RequestLimits
 ) -> None:
-    """Looks at a text of very many characters before it is encoded as a whole, which takes time
-    and 200 bytes for each token. Its pieces have about as many tokens together as it has.
+    """Checks a text of very many characters before it is encoded as a whole, which takes time and
+    200 bytes for each token. Its pieces together have about as many tokens as the text.
 
     Raises:
         RequestError: if it surely has more tokens than a request may have.
@@ -135,7 +137,7 @@ async def refuse_long_text(
 async def encode_prompts(
     request: CheckedRequest, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[list[int]]:
-    """Token ids of each prompt, once its stop expressions are found to be good.
+    """Returns the token ids of each prompt, after it has checked its stop expressions.
 
     Raises:
         RequestError: if one has no tokens or too many, or such an expression cannot be used.
@@ -153,7 +155,7 @@ async def encode_prompts(
 
 
 def bos_alone(tokenizer: Tokenizer) -> list[int]:
-    """Returns the ids that stand for a text without tokens: the BOS, if the model has one."""
+    """Returns the ids used for a text without tokens: the BOS, if the model has one."""
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
@@ -182,7 +184,7 @@ def _input_ids_of(
     if prompt.text is None:
         input_ids = prompt.input_ids or []
     else:
-        # A text that cannot fit is refused before any time goes into encoding it.
+        # A text that cannot fit is refused before it is encoded.
         at_least = max(1, tokenizer.min_num_tokens(prompt.text))
         check_length(field, at_least, max_new_tokens, limits, is_counted=False)
         input_ids = tokenizer.encode(prompt.text) or bos_alone(tokenizer)
@@ -192,6 +194,6 @@ def _input_ids_of(
 
 
 def _name_of(request: CheckedRequest, index: int) -> str:
-    """Names a prompt as its client does."""
+    """Returns the client's name of a prompt."""
     name = "input_ids" if request.prompts[index].text is None else "text"
     return f"{name}[{index}]" if request.is_batch else name

@@ -1,5 +1,5 @@
 """The one shape of a forward pass: a ragged batch. Prompts, decodes and look-ahead differ only in
-how many rows each request feeds."""
+the number of rows that each request feeds."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class GraphKey:
     planned differently, so plans are kept by the whole key.
 
     Attributes:
-        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to `width`,
-            MIXED where some may feed any number, as prompts do; DRAFT_STEPS where every request
-            feeds one row in each of several steps, one after another.
+        tag: DECODE and UNIFORM: every request feeds `width` rows. RAGGED: up to `width`. MIXED:
+            some may feed any number, as prompts do. DRAFT_STEPS: every request feeds one row in
+            each of several steps, one after another.
         num_reqs: requests, padding included.
         width: the most rows of a request; in MIXED, of one that does not feed a prompt.
         num_tokens: rows in all, padding included.
         has_tree: steps with `ForwardBatch.ancestors` replay it, and no others.
-        computes_all_rows: somebody asked for the last layer of all rows (`HiddenCapture`).
+        computes_all_rows: a drafter needs the last layer of all rows (`HiddenCapture`).
         hidden_width: width of `ForwardBatch.hidden`; 0 if the model reads tokens alone.
-        reads_one_row: of each request one row is read at most, whatever it feeds.
+        reads_one_row: at most one row of each request is read, however many it feeds.
         num_steps: steps that the graph runs, one after another.
     """
 
@@ -47,8 +47,8 @@ class GraphKey:
     @property
     def skips_unread_rows(self) -> bool:
         """Tells whether the graph's last layer computes only the rows of `ForwardBatch.read_index`,
-        which may be up to `num_reqs`: so where one row of each request is read at most, as in steps
-        with prompts of requests that do not look ahead."""
+        of which there may be `num_reqs`: this is so where at most one row of each request is read,
+        as in steps with prompts of requests that do not look ahead."""
         reads_one_row = self.reads_one_row or (self.tag == MIXED and self.width == 1)
         return reads_one_row and not self.computes_all_rows
 
@@ -80,10 +80,10 @@ class ForwardBatch:
         kv_len_upper_bounds: host list of R; at least `kv_lens`, without reading the device.
         bounds_are_exact: whether the bounds equal `kv_lens`.
         graph_key: the graph that captures this batch's kernels or replays them; None for neither.
-            With one, what a plan hands to kernels must stay at the addresses and within the grids
-            of that graph, and R and T may be less than the key's numbers: what lacks is padding.
-        read_index: [S] int64; places among the T rows of those whose hidden states are wanted;
-            None: all are.
+            With a key, the memory and grids that a plan gives to kernels must be those of that
+            graph, and R and T may be less than the key's numbers: the rest is padding.
+        read_index: [S] int64; places among the T rows of the rows whose hidden states are wanted;
+            None: all rows.
         ancestors: [T] int64, for trees of draft tokens; None: all rows are causal. If bit j of a
             row is set, the row sees the j-th row that its request feeds in this step, unless that
             comes after it; its own bit is set. Every row sees all KV from before the step. -1 (all
@@ -91,20 +91,20 @@ class ForwardBatch:
             MAX_TREE_ROWS. "After" is by the order of the request's rows, not by `positions`. A
             batch with ancestors replays only graphs that were captured for them
             (`GraphKey.has_tree`).
-        tree_starts: [R] int64; the KV position that bit 0 of `ancestors` stands for: bit j is about
-            position tree_starts[i] + j, and everything before tree_starts[i] is seen. So the rows
-            of a draft step see their own branch among the rows of earlier draft steps. None: bit 0
-            is the first row that the request feeds in this step. Only with `ancestors`. A tree
-            ends after MAX_TREE_ROWS positions: of a request with more from there to `kv_lens`, all
-            rows are plain causal, so -1.
+        tree_starts: [R] int64; the KV position of bit 0 of `ancestors`: bit j means position
+            tree_starts[i] + j, and everything before tree_starts[i] is seen. So the rows of a draft
+            step see their own branch among the rows of earlier draft steps. None: bit 0 is the
+            first row that the request feeds in this step. Only with `ancestors`. A tree ends after
+            MAX_TREE_ROWS positions: if a request has more from there to `kv_lens`, all its rows are
+            plain causal, so -1.
         q_starts: [R + 1] int64, not descending, for packed batches; None: `q_lens` is exact.
             Request i feeds the rows q_starts[i] to q_starts[i + 1] of the T, at most q_lens[i];
             `kv_lens` counts those. The rows from q_starts[R] on are padding: token 0 at position 0,
             written to the dummy slot, and their results are not read. A request may feed no row.
-            Those whose number of rows the host knows, as it does of prompts, come first, and with
-            them all whose q_lens is above MAX_TREE_ROWS.
-        hidden: [T, width], in the model's type; what a model reads of each row beside its token,
-            such as a target's hidden states; None for models that read tokens alone.
+            Requests whose number of rows the host knows, such as prompts, come first, and so do all
+            whose q_lens is above MAX_TREE_ROWS.
+        hidden: [T, width], in the model's type; a further input of each row beside its token, such
+            as a target's hidden states; None for models that read tokens alone.
     """
 
     input_ids: torch.Tensor
@@ -124,14 +124,13 @@ class ForwardBatch:
 
 
 class ModelOutput(NamedTuple):
-    """The outputs that a model computes of a forward batch.
+    """The outputs of a model for a forward batch.
 
     Attributes:
-        hidden: hidden states after the last norm (what a head over a target carries to its next
-            step, see `DraftHead`): of the rows `ForwardBatch.read_index`
-            [S, hidden_size], or of all [T, hidden_size] if that is None or `HiddenCapture.all_rows`
-            is set.
-        taps: [T, len(layers) * hidden_size]; of each row the inputs of `HiddenCapture.layers`, in
+        hidden: hidden states after the last norm; for a head, the input of its next step (see
+            `DraftHead`). [S, hidden_size] for the rows `ForwardBatch.read_index`; [T, hidden_size]
+            if that is None or `HiddenCapture.all_rows` is set.
+        taps: [T, len(layers) * hidden_size]; for each row the inputs of `HiddenCapture.layers`, in
             that order; None where none are asked for.
     """
 
@@ -147,11 +146,11 @@ def dummy_step(
     has_masks: bool = False,
     hidden: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """Prompts of these lengths of no request. The results mean nothing, and only the dummy page is
-    written.
+    """Makes a step of prompts of these lengths that belong to no request. Its results mean nothing,
+    and it writes only the dummy page.
 
     Args:
-        row: of the request-to-token table, that is no request's.
+        row: a row of the request-to-token table that belongs to no request.
         has_masks: as beside trees.
     """
     q_starts = to_device(list(accumulate(q_lens, initial=0)), device) if is_packed else None

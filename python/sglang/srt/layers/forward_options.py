@@ -1,22 +1,22 @@
-"""Names what forward passes may be asked for, as data. No torch."""
+"""Options of forward passes, as data. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
+MAX_TREE_ROWS = 64  # rows of a request that may be a tree: one bit each
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenCapture:
-    """Says what a forward pass gives of its hidden states beside those of the rows read. A drafter
-    asks for it once, when its target's runner is made.
+    """The hidden states that a forward pass returns beside those of the rows read. A drafter asks
+    for them once, when its target's runner is made.
 
     Attributes:
         layers: the layers whose inputs are wanted. The input of layer i is the residual stream
             after i layers (0: the embedding), before layer i normalizes it; transformers calls it
             `hidden_states[i]`. It is of all T rows.
-        all_rows: the last layer computes all T rows, also those that are not read.
+        all_rows: the last layer computes all T rows, even those that are not read.
     """
 
     layers: tuple[int, ...] = ()

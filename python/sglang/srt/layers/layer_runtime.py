@@ -26,11 +26,12 @@ class LayerOps(Protocol):
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """`silu_and_mul` of what `linear` gives of a weight [2 * out_features, in_features]:
+        """`silu_and_mul` of the result of `linear` with a weight [2 * out_features, in_features]:
         [T, out_features]."""
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns what `rotate_and_store` needs of `RotaryEmbedding.table`; once per step."""
+        """Makes the `rotation` of `rotate_and_store` from `RotaryEmbedding.table`; once per
+        step."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -60,7 +61,7 @@ class LayerOps(Protocol):
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v.
-            rotation: what `rotation` gave.
+            rotation: result of `rotation`.
             positions, slots: [T] int64.
             kv: [num_slots, 2 * num_kv_heads, head_dim].
 
@@ -82,12 +83,12 @@ class LayerRuntime:
         self.gated_linear = ops.gated_linear
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer."""
+        """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
         self._backend.plan(batch)
 
     def rotation(self, table: torch.Tensor) -> torch.Tensor:
-        """Returns what `attend` needs of `RotaryEmbedding.table`; once per step."""
+        """Makes the `rotation` of `attend` from `RotaryEmbedding.table`; once per step."""
         return self._ops.rotation(table, self._positions)
 
     def attend(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

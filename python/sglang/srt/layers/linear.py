@@ -12,7 +12,7 @@ class Linear(nn.Linear):
     """A linear layer whose product the runtime computes."""
 
     def reset_parameters(self) -> None:
-        """Leaves the weights as they are, for the loader to fill."""
+        """Leaves the weights unset; the loader fills them."""
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, runtime: LayerRuntime
@@ -24,8 +24,8 @@ class Embedding(nn.Embedding):
     """A table of tokens' hidden states."""
 
     def reset_parameters(self) -> None:
-        """Leaves the weights as they are, for the loader to fill: to draw random ones on the meta
-        device torch would import its compiler, which takes seconds."""
+        """Leaves the weights unset; the loader fills them. To draw random ones on the meta device
+        torch would import its compiler, which takes seconds."""
 
 
 class FusedLinear(Linear):
@@ -44,7 +44,7 @@ class FusedLinear(Linear):
         self.shard_sizes = shard_sizes
 
     def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:
-        """The rows of `parameter` (weight or bias) that belong to one part."""
+        """Returns the rows of `parameter` (weight or bias) that belong to one part."""
         index = self.shards.index(shard)
         start = sum(self.shard_sizes[:index])
         return parameter.narrow(0, start, self.shard_sizes[index])

@@ -1,4 +1,4 @@
-"""Adjusts logits as requests ask for, before a token is drawn, by device row.
+"""Adjusts logits by the parameters of requests, before a token is drawn, by device row.
 
 In this order: repetition, frequency and presence penalty over generated tokens, logit_bias, and
 no stop token before min_new_tokens.
@@ -20,8 +20,8 @@ class RowAdjustments:
     """The adjustments that one request asks for.
 
     Attributes:
-        output_ids: tokens that it has generated before (it was retracted).
-        num_prompt_tokens: where its output begins.
+        output_ids: tokens that it generated before a retraction.
+        num_prompt_tokens: length of its prompt, the position where its output begins.
         stop_token_ids: ids that cannot be drawn before min_new_tokens.
     """
 
@@ -37,7 +37,7 @@ class ExtraTokens:
 
     Attributes:
         tokens: [S, E] int64.
-        counts: [S, E] int32; how often each counts, 0 for not at all.
+        counts: [S, E] int32; how many times each counts; 0: not at all.
     """
 
     tokens: torch.Tensor
@@ -59,8 +59,8 @@ class LogitAdjustments:
         self._first_stop = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def initialize(self, row: int, wanted: RowAdjustments | None) -> None:
-        """Sets the state of a row that has just got a request. Call it for every request: the one
-        before may have left something."""
+        """Sets the state of a row that has just got a request. Call it for every request, since the
+        row still has the state of the request before."""
         if wanted is None:
             if row in self._used_rows:
                 self.initialize(row, RowAdjustments(SamplingParams(), [], 0, []))
@@ -85,7 +85,7 @@ class LogitAdjustments:
         positions: torch.Tensor,
         extra: ExtraTokens | None = None,
     ) -> torch.Tensor:
-        """The adjusted logits; what it is given may be overwritten.
+        """Returns the adjusted logits; may overwrite `logits`.
 
         Args:
             logits: [S, V].
@@ -107,8 +107,8 @@ class LogitAdjustments:
     def record(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
     ) -> None:
-        """Counts generated tokens [S] int64 of rows [S] int64, once each or as often as counts [S]
-        int32 says; a row may have several."""
+        """Counts generated tokens [S] int64 of rows [S] int64, once each or counts [S] int32 times;
+        a row may have several."""
         if self._counts is not None:
             if counts is None:
                 counts = torch.ones_like(tokens, dtype=torch.int32)
@@ -135,7 +135,7 @@ class _SparseRows:
         self._values = torch.zeros((num_rows, 0), device=device)
 
     def set(self, row: int, ids: list[int], values: list[float]) -> None:
-        """Replaces the pairs of a row; makes room for as many as it has."""
+        """Replaces the pairs of a row; makes room for them."""
         lacking = len(ids) - self._ids.shape[1]
         if lacking > 0:
             self._ids = torch.nn.functional.pad(self._ids, (0, lacking))

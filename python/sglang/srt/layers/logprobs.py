@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: of those drawn, of prompts, of the best and of chosen ones."""
+"""Log-probabilities of drawn tokens, of prompts, of the best tokens and of chosen ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.sampling_ops import sampling_ops
 
-MAX_KEPT = 16_384  # tokens kept at a position that are told
+MAX_KEPT = 16_384  # limit of kept tokens returned at a position
 MAX_ROWS_AT_ONCE = 256  # bounds the memory of a long prompt's logits: rows x vocabulary
 
 
@@ -19,10 +19,10 @@ class LogprobQueries:
     """The log-probabilities that are wanted at Q positions.
 
     Attributes:
-        top_num: best tokens, the most that any position wants.
+        top_num: number of best tokens, the most that any position wants.
         token_ids: Q lists of ids wanted there.
-        kept: Q times whether the tokens that the filters keep are wanted, and the log-probability
-            of the token there among them; empty where not wanted.
+        kept: Q flags: the tokens that the filters keep are wanted, and the log-probability of the
+            position's token among them. Empty if no position wants them.
     """
 
     top_num: int
@@ -31,7 +31,7 @@ class LogprobQueries:
 
     @property
     def has_more(self) -> bool:
-        """Tells whether more is wanted than the tokens there."""
+        """Tells whether more is wanted than the positions' own tokens."""
         return self.top_num > 0 or any(self.token_ids)
 
 
@@ -40,12 +40,12 @@ class LogprobTensors:
     """Answers at Q positions, on the device.
 
     Attributes:
-        target: [Q] float32; of the token there.
+        target: [Q] float32; of the position's token.
         top_values, top_ids: [Q, top_num]; best first.
         chosen: [Q, E] float32; of `LogprobQueries.token_ids`, E the longest list.
         kept_ids: [Q, K] int32; the first `num_kept` of a row are tokens that the filters keep, best
             first, K of them at most.
-        num_kept: [Q] int32; [0] where not wanted.
+        num_kept: [Q] int32; [0] if not wanted.
     """
 
     target: torch.Tensor
@@ -57,14 +57,14 @@ class LogprobTensors:
 
     @classmethod
     def of_targets(cls, target: torch.Tensor) -> LogprobTensors:
-        """Answers where nothing but the tokens there was asked for."""
+        """Makes answers that have only the positions' own tokens."""
         nothing = target.new_empty((len(target), 0))
         no_ids = nothing.int()
         return cls(target, nothing, nothing.long(), nothing, no_ids, no_ids.new_empty(0))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them, in the order of `HostLogprobs`."""
+        """Returns all tensors, in the order of `HostLogprobs`."""
         values = (self.target, self.top_values, self.top_ids, self.chosen)
         return (*values, self.kept_ids, self.num_kept)
 
@@ -74,7 +74,7 @@ class HostLogprobs:
     """`LogprobTensors`, on the host.
 
     Attributes:
-        kept: int32 ids as they lie in memory; None: there are more than the device gave.
+        kept: bytes of int32 ids; None: there are more than the device returned.
     """
 
     target: list[float]
@@ -85,7 +85,7 @@ class HostLogprobs:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> HostLogprobs | None:
-        """From copies of `LogprobTensors.tensors`; None from none."""
+        """Reads copies of `LogprobTensors.tensors`; None if there are none."""
         if not tensors:
             return None
         *values, kept_ids, num_kept = tensors
@@ -101,8 +101,9 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """One token of each of Q rows of logits whose log-probability is known. Others differ from it
-    as their logits do, so nothing is summed over the vocabulary again.
+    """One token, with known log-probability, for each of Q rows of logits. Log-probabilities of
+    other tokens differ from it by the difference of logits, so no sum over the vocabulary is
+    needed.
 
     Attributes:
         logits, logprobs: [Q] float32.
@@ -137,8 +138,8 @@ def query_logprobs(
 
 
 def _padded(token_ids: list[list[int]], device: torch.device) -> torch.Tensor:
-    """[Q, E] int64: Q lists, filled up with 0. Positions of one request have the same list, which
-    goes to the device once."""
+    """[Q, E] int64: Q lists, filled up with 0. Positions of one request share a list, which goes to
+    the device once."""
     distinct = {id(ids): ids for ids in token_ids}
     width = max(map(len, distinct.values()))
     padded = [ids + [0] * (width - len(ids)) for ids in distinct.values()]
@@ -154,7 +155,8 @@ def query_prompt_logprobs(
     targets: list[int],
     queries: LogprobQueries,
 ) -> LogprobTensors:
-    """Log-softmax of the model's own logits at Q prompt rows, a few rows at a time.
+    """Answers the queries at Q prompt rows by log-softmax of the model's own logits, a few rows at
+    a time.
 
     Args:
         hidden: [T, hidden_size].

@@ -21,7 +21,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", torch.empty(max_positions, 2, head_dim), persistent=False)
 
     def fill(self) -> None:
-        """Computes the table, where torch makes tensors now."""
+        """Computes the table on torch's current default device."""
         self.table = rotation_table(self._head_dim, self._max_positions, self._config)
 
 
@@ -70,7 +70,8 @@ def _yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScaling) -> torc
     num_pairs = wavelengths.shape[0]
 
     def pair_with_turns(turns: float) -> float:
-        """The (fractional) pair that turns so often within the original context."""
+        """Returns the (fractional) pair of dimensions that turns `turns` times within the original
+        context."""
         wavelength = scaling.original_context_len / (turns * 2 * math.pi)
         return num_pairs * math.log(wavelength) / math.log(theta)
 

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Chooses the next token from logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.layers.logprobs import (
 )
 from sglang.srt.layers.sampling_ops import sampling_ops
 
-# Logits that `Sampler.probs` sorts at once: what it needs beside them takes some 30 bytes of each.
+# Number of logits that `Sampler.probs` sorts at once: each takes some 30 bytes of further memory.
 MAX_SORTED_LOGITS = 1 << 22
 
 
@@ -40,8 +40,8 @@ class ScoredTokens:
 class Sampler:
     """Draws tokens, never a banned one.
 
-    The noise of a token depends on (seed, position, token) alone, so what is drawn does not depend
-    on the batch, on overlap or on an earlier retraction.
+    The noise of a token depends on (seed, position, token) alone, so the drawn token does not
+    depend on the batch, on overlap or on an earlier retraction.
     """
 
     def __init__(self, device: torch.device, banned_ids: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class Sampler:
         return self.sample_scored(logits, rows).tokens
 
     def sample_scored(self, logits: torch.Tensor, rows: SamplingRows | None) -> ScoredTokens:
-        """The tokens of `sample`, and how probable they were. Arguments as there."""
+        """Returns the tokens of `sample` with their log-probabilities. Arguments as there."""
         if rows is None:
             tokens, _, logprobs = self._ops.argmax_logprob(logits, self._banned)
             return ScoredTokens(tokens, logprobs)
@@ -71,12 +71,12 @@ class Sampler:
         return ScoredTokens(tokens, logprobs)
 
     def probs(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """The distributions that `sample` draws from: at each row's temperature, of the tokens that
-        its filters keep. Sorts all rows, which takes longer than drawing from them.
+        """Returns the distributions that `sample` draws from: at each row's temperature, over the
+        tokens that its filters keep. Sorts all rows, which takes longer than drawing from them.
 
         Args:
             logits: [S, V].
-            rows: of greedy rows, what their filters keep at temperature 1 is given.
+            rows: greedy rows get the distribution that their filters keep at temperature 1.
 
         Returns:
             [S, V] float32; each row sums up to 1.
@@ -104,7 +104,7 @@ class Sampler:
         drawn: ScoredTokens,
         tokens: torch.Tensor,
     ) -> ScoredTokens:
-        """Returns how probable other tokens are than those drawn.
+        """Returns the log-probabilities of other tokens than those drawn.
 
         Args:
             logits: [S, V]; what `drawn` was drawn from, with `rows`.
@@ -122,12 +122,13 @@ class Sampler:
         queries: LogprobQueries,
         wanted: torch.Tensor | None,
     ) -> LogprobTensors:
-        """Log-probabilities in the distribution that tokens were drawn from, before the filters;
-        where the tokens kept are wanted, the token's own is that among them.
+        """Returns log-probabilities in the distribution that tokens were drawn from, before the
+        filters. Where the kept tokens are wanted, the drawn token's log-probability is that among
+        the kept ones.
 
         Args:
             logits: [S, V]; what `drawn` was drawn from, with `rows`.
-            wanted: [Q] int64; the rows that `queries` are about; None for all, in order.
+            wanted: [Q] int64; the rows of the `queries`; None for all, in order.
         """
         places = [place for place, is_wanted in enumerate(queries.kept) if is_wanted]
         if wanted is not None:
@@ -152,9 +153,9 @@ class Sampler:
         drawn: ScoredTokens,
         places: list[int],
     ) -> LogprobTensors:
-        """The answers with the tokens that filters keep at these of the Q places. The token drawn
-        is one of them, though it may be a draft that was accepted without; of greedy rows it is the
-        only one. Arguments as in `query`, of the Q places."""
+        """Adds to the answers the tokens that filters keep at some of the Q places. The drawn token
+        is always among them, even if it is an accepted draft that the filters would not keep; in
+        greedy rows it is the only one. Arguments as in `query`, for the Q places."""
         index = to_device(places, logits.device, torch.int64)
         logits = logits[index]
         drawn = ScoredTokens(drawn.tokens[index], drawn.logprobs[index])
@@ -185,7 +186,8 @@ class Sampler:
 def _known(
     logits: torch.Tensor, temperature: torch.Tensor | None, drawn: ScoredTokens
 ) -> KnownTokens:
-    """Tokens drawn from logits [S, V]; temperature [S] float32, None where all rows are greedy."""
+    """Returns the drawn tokens as `KnownTokens`; logits [S, V], temperature [S] float32, None where
+    all rows are greedy."""
     of_drawn = logits.gather(1, drawn.tokens[:, None]).squeeze(1).float()
     scale = None
     if temperature is not None:

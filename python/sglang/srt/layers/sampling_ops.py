@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_sampling_ops(device: torch.device) -> None:
-    """Starts to compile or load them, for `sampling_ops` to wait for."""
+    """Starts to compile or load the kernels; `sampling_ops` waits for them."""
     threading.Thread(target=_warm_up, args=(device,), name="sgl-kernel", daemon=True).start()
 
 
 def _warm_up(device: torch.device) -> None:
-    with suppress(sgl_kernel.KernelUnavailableError):  # `sampling_ops` tells it
+    with suppress(sgl_kernel.KernelUnavailableError):  # `sampling_ops` reports it
         sgl_kernel.warm_up(device)
 
 
 @functools.cache
 def sampling_ops(device: torch.device) -> ModuleType:
-    """`sgl_kernel`, compiled and loaded; or `sgl_kernel.reference`, which computes the same more
-    slowly, where no kernels can be had for a GPU. On a CPU the two are the same."""
+    """Returns `sgl_kernel`, compiled and loaded, or `sgl_kernel.reference`, which computes the same
+    more slowly, where a GPU has no kernels. On a CPU the two are the same."""
     if device.type == "cpu":
         return sgl_kernel
     try:

@@ -1,5 +1,5 @@
-"""Compiles Triton kernels side by side before they are launched. A launch that meets a kernel that
-is not compiled compiles it itself, so what was not foreseen only takes longer."""
+"""Compiles Triton kernels in parallel before they are launched. The launch of a kernel that is not
+compiled compiles it, so a kernel that was not foreseen only takes longer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class KernelsAhead:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Launches no kernel in this block that is not compiled yet, but notes it. So what steps
-        compute here is arbitrary, and no kernel may take it for a place in memory."""
+        """In this block, notes kernels that are not compiled yet instead of launching them. So the
+        results of steps are arbitrary here, and no kernel may use them as an address."""
 
         noting = threading.get_ident()
 
@@ -47,7 +47,7 @@ class KernelsAhead:
             name = f"{function.__module__}.{function.__qualname__}"
             self._noted[name, compile["key"]] = noted = function, compile["specialization_data"]
             if not self._compiled:
-                # This finds out what all have in common, such as the compiler's version.
+                # Finds out properties that all kernels share, such as the compiler's version.
                 self._compiled.append(self._background.submit(_compile, *noted))
             return True  # Triton then goes on without it
 
@@ -59,12 +59,12 @@ class KernelsAhead:
             hooks.jit_cache_hook = before
 
     def start(self) -> None:
-        """Starts to compile what was noted."""
+        """Starts to compile the noted kernels."""
         self._loaded = self._background.submit(self._load)
         self._background.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Waits until all is compiled."""
+        """Waits until all kernels are compiled."""
         if self._loaded is not None:
             with start_phase(f"Waiting for {len(self._noted)} kernels"):
                 self._loaded.result()
@@ -80,7 +80,7 @@ class KernelsAhead:
 
 
 def _compile(function: JITFunction[Any], specialization: str) -> CompiledKernel:
-    """Compiles a kernel, and builds what launches it in Triton's cache."""
+    """Compiles a kernel, and builds its launcher in Triton's cache."""
     kernel = function.preload(specialization)
     assert kernel is not None, "A hook kept Triton from compiling."
     driver.active.launcher_cls(kernel.src, kernel.metadata)

@@ -1,5 +1,4 @@
-"""The parts that all Triton kernels of the runtime share: how they are launched, and the
-interpreter."""
+"""The parts that all Triton kernels of the runtime share: their launch, and the interpreter."""
 
 from __future__ import annotations
 
@@ -75,19 +74,19 @@ def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLaunch:
-    """Says whether an attention kernel runs at the same time as others of the step, which go over
-    other items.
+    """Tells whether an attention kernel runs at the same time as others of the step, for other
+    items.
 
     Attributes:
-        with_previous: with the one that is launched just before it.
-        with_next: with the one that is launched just after it.
+        with_previous: at the same time as the kernel launched just before it.
+        with_next: at the same time as the kernel launched just after it.
     """
 
     with_previous: bool = False
     with_next: bool = False
 
     def options(self, device: torch.device, num_programs: int) -> dict[str, int]:
-        """Launch options of this kernel."""
+        """Returns the launch options of this kernel."""
         options = dependent_launch(device, num_programs)
         early = int(self.with_next or options["early"])
         return {**options, "early": early, "beside": int(self.with_previous)}

@@ -20,7 +20,7 @@ class CacheNode(Protocol):
 class PrefixMatch:
     """Longest cached prefix: `pages` hold the KV of the first len(pages) * page_size tokens.
 
-    `num_unlocked_pages` of them count as evictable as long as they are not locked.
+    `num_unlocked_pages` of them are not locked, so they count as evictable.
     """
 
     pages: list[int]
@@ -37,7 +37,7 @@ class InsertResult:
 
 
 class BasePrefixCache(Protocol):
-    """Everything is counted in pages; token sequences are cut down to whole pages.
+    """Contract of a prefix cache. It counts in pages and cuts token sequences down to whole pages.
 
     A locked node keeps itself and all nodes above it from being evicted.
     """

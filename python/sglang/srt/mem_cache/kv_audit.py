@@ -1,4 +1,4 @@
-"""SGLANG_MTP_KV_LEAK_DEBUG: what became of each KV slot of a request when it let go of them."""
+"""SGLANG_MTP_KV_LEAK_DEBUG: the state of each KV slot of a request after the release."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV, SlotState
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReport:
-    """One request's slots right after their release, in tokens. The names are fields of a log line,
-    which clients' checks read.
+    """The slots of one request right after their release, in tokens. The names are the fields of a
+    log line that clients' checks read.
 
     Attributes:
         curr_step_token_count: slots after the watermark that the widest step may have written.
@@ -22,7 +22,7 @@ class ReleaseReport:
         missing_from_terminal_release_count: slots that are neither free nor cached; 0 unless there
             is a leak.
         seed_anchor_old_loc: slot of the last prompt token.
-        seed_anchor_old_loc_state: what became of that one.
+        seed_anchor_old_loc_state: the state of that slot.
     """
 
     rid: str

@@ -1,4 +1,4 @@
-"""The KV ledger: which request, or the prefix cache, owns each page.
+"""The KV ledger: the owner of each page, a request or the prefix cache.
 
 Page regions of one request (`RequestKV.pages`, in token order):
 
@@ -93,7 +93,7 @@ class PageTableWrites:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Pages that a row has got side by side, the first one as its page number `first_page`."""
+    """Consecutive pages of a row: its pages from number `first_page` on."""
 
     row: int
     first_page: int
@@ -137,7 +137,7 @@ class LedgerReport:
 
 
 class KVLedger:
-    """Rows of the request-to-token table and pages of the KV pool, and who has them.
+    """The owners of the rows of the request-to-token table and of the pages of the KV pool.
 
     Args:
         row_width: columns of a row.
@@ -159,7 +159,8 @@ class KVLedger:
         self.weight_epoch = 0
 
     def begin_weight_epoch(self) -> None:
-        """From here on KV is of other weights. Only with no step in flight."""
+        """Begins the next epoch: KV computed from now on is of other weights. Call it only with no
+        step in flight."""
         self.weight_epoch += 1
 
     @property
@@ -189,15 +190,15 @@ class KVLedger:
         return len(self._free_rows)
 
     def cached_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[int, int]:
-        """Tokens of the cached prefix that `admit` would re-use, and how many of them are locked
-        by other requests already, so that re-using them takes nothing from the pool."""
+        """Returns how many tokens of the cached prefix `admit` would re-use, and how many of these
+        other requests have locked already: re-using those takes nothing from the pool."""
         found = self._tree.match((self.weight_epoch, *namespace), tokens[: len(tokens) - 1])
         num_pages = len(found.pages)
         return num_pages * self.page_size, (num_pages - found.num_unlocked_pages) * self.page_size
 
     def admit(self, namespace: Namespace, tokens: Sequence[int]) -> RequestKV:
-        """Gives a request a row and its cached prefix, locked. At least one token is left over,
-        since a step needs something to feed. Needs a free row."""
+        """Gives a request a row and its cached prefix, locked. At least one token stays without KV,
+        since a step must feed one. Needs a free row."""
         namespace = (self.weight_epoch, *namespace)
         found = self._tree.match(namespace, tokens[: len(tokens) - 1])
         self._tree.lock(found.node)
@@ -238,8 +239,8 @@ class KVLedger:
     def publish(self, kv: RequestKV, tokens: Sequence[int]) -> None:
         """Passes the full pages of `tokens`, whose KV is committed, to the tree, locked.
 
-        Pages that the tree has meanwhile from elsewhere stay the request's own, and so do all if
-        the weights have changed since its admission.
+        Pages of tokens that another request has published meanwhile stay the request's own. If the
+        weights have changed since its admission, all pages do.
         """
         if kv.weight_epoch != self.weight_epoch:
             return
@@ -252,8 +253,8 @@ class KVLedger:
         kv.inserted_end = num_pages
 
     def release(self, kv: RequestKV, tokens: Sequence[int] | None) -> None:
-        """Ends a request's ownership, once. `tokens` with committed KV go to the tree first;
-        None inserts nothing (abort, retract), and neither does KV that spans two epochs.
+        """Ends a request's ownership, once. First the tree gets the KV of `tokens`, which is
+        committed. It gets nothing if that is None (abort, retract) or the KV spans two epochs.
 
         Raises:
             RuntimeError: if it was released before.
@@ -285,13 +286,14 @@ class KVLedger:
         return len(pages) * self.page_size
 
     def take_table_writes(self) -> PageTableWrites:
-        """The table entries changed since the last call, for the next step to apply; each once."""
+        """Returns the table entries that changed since the last call, for the next step to
+        apply."""
         runs = [run for runs in self._writes.values() for run in runs]
         self._writes = {}
         return PageTableWrites.of_runs(runs, self.page_size)
 
     def num_missing_tokens(self, owners: Iterable[RequestKV]) -> int:
-        """pool - free - tree - private, by counts alone."""
+        """Returns pool - free - tree - private, by counts alone."""
         num_owned = self._tree.num_pages + sum(kv.num_private_pages for kv in owners)
         return (self._allocator.num_pages - self._allocator.num_free - num_owned) * self.page_size
 
@@ -331,8 +333,7 @@ class KVLedger:
         return tuple(itertools.islice(slots, NUM_SAMPLE_SLOTS))
 
     def slot_states(self, slots: Sequence[int]) -> list[SlotState]:
-        """Tells of each slot whether the prefix cache has it or it is free. Looks at the whole
-        pool."""
+        """Returns the state of each slot: cached, free or neither. Looks at the whole pool."""
         free, cached = set(self._allocator.free_pages), set(self._tree.pages())
         pages = [slot // self.page_size for slot in slots]
         return ["cached" if p in cached else "free" if p in free else "missing" for p in pages]

@@ -1,4 +1,4 @@
-"""KV memory of all models of a process: one page table, and a pool per model behind its slots."""
+"""KV memory of all models of a process: one page table, and one pool for each model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.srt.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGeometry:
-    """The shape of what a model's pool holds of each token."""
+    """The shape of one token's KV in a model's pool."""
 
     num_layers: int
     num_kv_heads: int
@@ -50,8 +50,8 @@ class KVGeometry:
 
 
 class KVMemory:
-    """A page table and the pools behind it. A slot of the table is the same slot of every pool, so
-    whoever owns a page owns it in all of them, and they have as many pages.
+    """A page table and the pools that it serves. A slot number means the same slot in every pool.
+    So the owner of a page owns it in all pools, and all pools have the same number of pages.
 
     Args:
         pools: one for each model that steps over the table, the target's first.
@@ -61,7 +61,7 @@ class KVMemory:
         page_size: tokens of a page.
         num_pages: of every pool, without the dummy page.
         bytes_per_token: K and V of one token in all pools.
-        size_reason: what the number of pages comes from, for a reader of the start-up summary.
+        size_reason: explains the number of pages in the start-up summary.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class KVMemory:
         self._addresses: list[KVAddresses] = []
 
     def addresses(self) -> KVAddresses:
-        """Returns where all tensors that pools now have lie, restored memory too."""
+        """Returns the addresses of all tensors of the pools, as they are now."""
         addresses = KVAddresses([tensor for pool in self.pools for tensor in pool.tensors])
         self._addresses.append(addresses)
         return addresses
 
     @property
     def is_released(self) -> bool:
-        """Tells whether any of it has no memory; no step may run."""
+        """Tells whether a pool has no memory. Then no step may run."""
         return any(pool.is_released for pool in self.pools)
 
     def release(self) -> None:
-        """Gives the memory of all pools back; what was stored is lost.
+        """Gives the memory of all pools back; its contents are lost.
 
         Raises:
             RuntimeError: if that has been done already; then nothing has changed.
@@ -100,11 +100,11 @@ class KVMemory:
             pool.release()
 
     def restore(self) -> None:
-        """Takes the memory of all pools again, all zero.
+        """Takes memory for all pools again, filled with zeros.
 
         Raises:
-            RuntimeError: if nothing was released, or if the memory is not to be had now; then all
-                pools are as before.
+            RuntimeError: if nothing was released, or if there is not enough memory; then all pools
+                are as before.
         """
         with ExitStack() as undo:
             for pool in self.pools:

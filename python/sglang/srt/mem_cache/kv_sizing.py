@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 
 def row_width(context_len: int, max_decode_rows: int, page_size: int) -> int:
-    """Columns of a row of the request-to-token table: two of the widest decode steps may be under
-    way when a request reaches the end of its context, drafts for a third one are written after
-    what they keep, and a request gets its slots in pages."""
+    """Returns the columns of a row of the request-to-token table, in whole pages. When a request
+    reaches the end of its context, two of the widest decode steps may be in flight, and drafts for
+    a third one are written after the rows that those keep."""
     num_tokens = context_len + 3 * max_decode_rows
     return -(-num_tokens // page_size) * page_size
 
@@ -21,7 +21,7 @@ class KVSizing:
         available_bytes: memory that the pool may take.
         bytes_per_token: K and V of one token in all layers.
         wished_tokens: `--max-total-tokens`, if given.
-        max_useful_tokens: what all running requests take at full context; more is never used.
+        max_useful_tokens: tokens of all running requests at full context; more are never used.
     """
 
     available_bytes: int
@@ -48,7 +48,7 @@ class KVSizing:
         """Pages of the pool.
 
         Raises:
-            ValueError: if not even one page fits, or the wish is larger than the memory.
+            ValueError: if not even one page fits, or fewer than `wished_tokens`.
         """
         affordable, wished = self.affordable_tokens, self.wished_tokens
         if wished is not None and wished > affordable:

@@ -19,9 +19,9 @@ class ReqToTokenPool:
             (`RoundGraphs`). All its entries stay the dummy slot.
         req_to_token: [num_rows + 1, width] int32; entry [r, i] is the slot of token i of row r.
             Rows are `row_width` wide. Entries that were never written point to the dummy slot 0.
-        outside: [1] int64; a column outside of its row, of this table or of the token table, which
-            is as wide, that a kernel was told to read or write; 0 if there was none. Kernels never
-            do it; None if they are not to report it either.
+        outside: [1] int64; the last column outside of its row that a kernel was told to access, in
+            this table or in the token table of the same width; 0: none so far. Kernels never access
+            such a column; here they report it. None: they do not report it.
     """
 
     def __init__(self, num_rows: int, width: int, device: str, is_guarded: bool = False) -> None:
@@ -83,7 +83,7 @@ class MHATokenToKVPool:
             token of each row from which on all have KV, so that steps see no others. Who leaves
             tokens out writes it, between steps. None: the model is fed all.
         page_size: tokens that lie side by side.
-        is_released: nothing of it may be read or written.
+        is_released: the pool has no memory, so it must not be read or written.
 
     The tensors stay the same objects for good; only their memory is given back and taken again.
     """
@@ -121,7 +121,7 @@ class MHATokenToKVPool:
         return notes
 
     def release(self) -> None:
-        """Gives the memory back; what was stored is lost.
+        """Gives the memory back; its contents are lost.
 
         Raises:
             RuntimeError: if that has been done already.
@@ -132,11 +132,11 @@ class MHATokenToKVPool:
         self.is_released = True
 
     def restore(self) -> None:
-        """Takes the memory again, all zero; its addresses may be others.
+        """Takes memory again, filled with zeros; its addresses may be others.
 
         Raises:
-            RuntimeError: if nothing was released, or if the memory is not to be had now; then the
-                pool stays released.
+            RuntimeError: if nothing was released, or if there is not enough memory; then the pool
+                stays released.
         """
         if not self.is_released:
             raise RuntimeError("The KV pool is not released.")

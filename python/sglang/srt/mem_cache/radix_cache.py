@@ -42,9 +42,9 @@ class TreeNode:
 class RadixCache:
     """Radix tree with one root per namespace. See `BasePrefixCache` for the contract.
 
-    A node that is split stays the lower half, so that whoever locked it still holds it. Eviction
-    takes leaves in order of last use from a heap whose stale entries are dropped when they come
-    up, and cuts only as many pages off a leaf as are asked for.
+    A node that is split stays the lower half, so that its locks still hold. Eviction takes leaves
+    in order of last use from a heap whose stale entries are dropped when they come up, and cuts
+    only as many pages off a leaf as are asked for.
     """
 
     def __init__(self, page_size: int) -> None:

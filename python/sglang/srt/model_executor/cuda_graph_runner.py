@@ -1,4 +1,4 @@
-"""CUDA graphs of what steps compute, captured by shape and replayed by steps that fit."""
+"""CUDA graphs of steps, captured by shape and replayed by steps that fit."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Replay(Generic[Results]):
-    """The results that a replay computed; the next one overwrites them.
+    """The results of a replay; the next replay overwrites them.
 
     Attributes:
-        results: as the callable gave them when it was captured, padding included.
-        places: [T] int64, the place of each row of the step in the graph; None: they are its first.
+        results: those of the captured callable, padding included.
+        places: [T] int64, the place of each row of the step in the graph; None: they are its first
+            rows.
     """
 
     results: Results
     places: torch.Tensor | None
 
     def rows(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The T rows of the step out of a result that has a row for each row of the graph."""
+        """Returns the T rows of the step out of a result that has a row for each row of the
+        graph."""
         return values[:num_tokens] if self.places is None else values[self.places]
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured(Generic[Results]):
-    """A graph and what it computes."""
+    """A graph and its results."""
 
     graph: torch.cuda.CUDAGraph
     results: Results
@@ -60,12 +62,12 @@ class _Cost:
 
 
 class GraphMemory:
-    """The inputs of graphs, as large as the largest needs, and where graphs keep what they compute.
-    `CudaGraphRunner`s may share it: then a replay of one overwrites the inputs and maybe the
-    results of the others.
+    """The inputs of graphs, as large as the largest graph needs, and the memory of their results.
+    `CudaGraphRunner`s may share it: then a replay of one overwrites the inputs, and maybe the
+    results, of the others.
 
     Args:
-        keys: of all graphs.
+        keys: keys of all graphs.
         hidden_dtype: of `ForwardBatch.hidden`.
     """
 
@@ -91,7 +93,7 @@ class GraphMemory:
     @cached_property
     def side(self) -> torch.cuda.Stream:
         """Returns the stream on which a graph's callable runs before it is captured: one for all
-        graphs, since cuBLAS takes memory for each that it sees."""
+        graphs, since cuBLAS takes memory for each stream."""
         return torch.cuda.Stream()
 
 
@@ -101,16 +103,16 @@ def capture_graph(
     prepare: Callable[[], None] = lambda: None,
     runs_first: bool = True,
 ) -> tuple[torch.cuda.CUDAGraph, Found]:
-    """Calls `run` once on a side stream, so that all is compiled and has its memory, then captures
-    it.
+    """Calls `run` once on a side stream, so that its kernels are compiled and memory is taken, then
+    captures it.
 
     Args:
-        prepare: called before each, and no part of the graph.
-        runs_first: False: captures at once, as `run` keeps nothing from one call to the next. What
-            is not compiled yet is compiled while the graph is captured.
+        prepare: called before each of the two, and no part of the graph.
+        runs_first: False: captures at once, since `run` keeps nothing from one call to the next.
+            Kernels that are not compiled yet are compiled during the capture.
 
     Returns:
-        The graph, and what `run` gave in it.
+        The graph, and the result of `run` in it.
     """
     if runs_first:
         side = memory.side
@@ -132,13 +134,13 @@ class CudaGraphRunner(Generic[Results]):
 
     Args:
         plan: the attention's, called before each capture and replay.
-        compute: what is captured, over a planned batch: it gives a tuple of tensors, or None where
-            there is nothing to give.
+        compute: the captured callable over a planned batch; returns a tuple of tensors, with None
+            for a missing one.
         ops: copies steps into the inputs of graphs.
-        longest: KV tokens of a request at most.
-        poisons: overwrite all inputs and results before each replay, so that whatever a step does
-            not fill anew shows.
-        memory: has room for all `keys`; None: the runner takes its own.
+        longest: the most KV tokens of a request.
+        poisons: overwrites all inputs and results before each replay, so that values that a step
+            does not fill anew show.
+        memory: memory with room for all `keys`; None: the runner takes its own.
         runs_first: of `capture_graph`.
     """
 
@@ -169,7 +171,7 @@ class CudaGraphRunner(Generic[Results]):
 
     @property
     def keys(self) -> GraphKeys:
-        """Returns the keys of the graphs that there are."""
+        """Returns the keys of all graphs."""
         return self._keys
 
     @property
@@ -177,12 +179,13 @@ class CudaGraphRunner(Generic[Results]):
         return len(self._captured)
 
     def capture(self) -> None:
-        """Captures all graphs, the largest first, so that the others fit into its memory."""
+        """Captures all graphs, the largest first, so that the others fit into the memory of that
+        one."""
         start = time.perf_counter()
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
         logger.info("Capturing %d CUDA graphs.", len(keys))
         costs: defaultdict[str, _Cost] = defaultdict(_Cost)
-        with no_collections():  # what Python frees, say an older graph, may call CUDA and end one
+        with no_collections():  # freeing an object (an older graph) may call CUDA and end a capture
             now, free = start, free_bytes(self._device)
             for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
                 self._captured[key] = self._capture(key)
@@ -215,7 +218,7 @@ class CudaGraphRunner(Generic[Results]):
             self._compute(batch)
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
-        """The graph that a step can replay, if there is one."""
+        """Returns the key of the graph that a step can replay, if there is one."""
         key = self._keys.find_shape(
             len(batch.q_lens),
             max(batch.q_lens),
@@ -232,8 +235,8 @@ class CudaGraphRunner(Generic[Results]):
         return key
 
     def run(self, key: GraphKey, batch: ForwardBatch) -> Replay[Results]:
-        """Replays the graph of `key` for a step that it has room for. The step may be fed what the
-        last replay gave."""
+        """Replays the graph of `key` for a step that fits it. The step's inputs may be results of
+        the last replay."""
         captured = self._captured[key]
         if self._poisons:
             self._poison_inputs(key)
@@ -257,7 +260,7 @@ class CudaGraphRunner(Generic[Results]):
             self._static.hidden.fill_(float("nan"))
 
     def _static_batch(self, key: GraphKey, batch: ForwardBatch) -> ForwardBatch:
-        """The step as the graph sees it: static buffers with room for padding."""
+        """Returns the step in the form of the graph: static buffers with room for padding."""
         lacking = key.num_reqs - len(batch.q_lens)
         bounds = batch.kv_len_upper_bounds
         if key.is_uniform:
@@ -292,7 +295,7 @@ class CudaGraphRunner(Generic[Results]):
         return _Captured(*found)
 
     def _empty_step(self, key: GraphKey) -> ForwardBatch:
-        """A step of the key whose rows are all padding, as the graph sees it."""
+        """Returns a step of the key whose rows are all padding, in the form of the graph."""
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
@@ -311,7 +314,7 @@ class CudaGraphRunner(Generic[Results]):
 
 
 def poison(results: tuple[torch.Tensor | None, ...]) -> None:
-    """Overwrites results, so that whatever a replay does not fill anew shows."""
+    """Overwrites results, so that values that a replay does not fill anew show."""
     for values in results:
         if values is not None:
             values.fill_(float("nan") if values.is_floating_point() else -1)

@@ -1,5 +1,5 @@
-"""Several draft steps of a model, each of one row per request, in one pass: a step feeds what the
-one before chose and, of a head over a target, what it gave as `ModelOutput.hidden`."""
+"""Several draft steps of a model, each of one row per request, in one pass: a step feeds the token
+that the one before chose and, for a head over a target, its `ModelOutput.hidden`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sglang.srt.models.model import Model
 
 
 class Drafts(NamedTuple):
-    """The drafts that N draft steps give of R requests.
+    """The drafts of R requests from N draft steps.
 
     Attributes:
-        token_ids: [R, N] int64; the best token after each step, as the target calls it.
-        logprobs: [R, N] float32; how probable it was among the model's tokens.
-        slots: [N, R] int64; where each step wrote its K and V.
+        token_ids: [R, N] int64; the best token after each step, as an id of the target.
+        logprobs: [R, N] float32; their log-probabilities among the model's tokens.
+        slots: [N, R] int64; the slots of each step's K and V.
     """
 
     token_ids: torch.Tensor
@@ -29,12 +29,12 @@ class Drafts(NamedTuple):
     slots: torch.Tensor
 
     def of_first(self, count: int) -> Drafts:
-        """Those of the first `count` requests."""
+        """Returns the drafts of the first `count` requests."""
         return Drafts(self.token_ids[:count], self.logprobs[:count], self.slots[:, :count])
 
     def batches_fed(self, first: ForwardBatch) -> list[ForwardBatch]:
-        """The batch of each step, without the hidden states that only the pass knew; `first` as for
-        `DraftPass.run`."""
+        """Returns the batch of each step, without hidden states, which only the pass knew; `first`
+        as for `DraftPass.run`."""
         fed = [first.input_ids, *self.token_ids.unbind(1)]
         return [
             replace(
@@ -51,14 +51,14 @@ class Drafts(NamedTuple):
 
 
 class DraftPass:
-    """N draft steps of a model. Nothing of it depends on what the host does not know at capture, so
-    one graph has all of it where the attention backend captures plans.
+    """N draft steps of a model. They depend on no number that the host does not know at capture, so
+    one graph holds all of them where the attention backend captures plans.
 
     Args:
         table: [rows, width] int32; the page table.
         num_steps: N, at least 1.
-        forward: runs the model over a batch that is not planned yet, and gives
-            `ModelOutput.hidden` of all its rows.
+        forward: runs the model over a batch that is not planned yet; returns `ModelOutput.hidden`
+            of all its rows.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class DraftPass:
     def run(self, first: ForwardBatch) -> Drafts:
         """
         Args:
-            first: the first step, of one row per request, with `hidden` if the model reads any;
-                each further one stands one position after the one before. Rows that write to the
-                dummy slot are padding in all steps.
+            first: the first step, of one row per request, with `hidden` if the model reads any.
+                Each further step is one position after the one before. Rows that write to the dummy
+                slot are padding in all steps.
         """
         positions, slots, kv_lens = self._places(first)
         token_ids, logprobs = [first.input_ids], []

@@ -1,4 +1,4 @@
-"""Measures prices of a model that drafts, once at start-up, as those of the target are."""
+"""Measures prices of a drafting model, once at start-up, in the same way as those of the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
 CPU_PASS_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
-CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees, whatever the head
+CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees, with any head
 
 
 def _words(shape: DraftShape) -> str:
@@ -35,12 +35,12 @@ def measure_draft_prices(
     shapes: Collection[DraftShape],
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftPrices:
-    """Prices of a runner whose model drafts: its graphs and larger steps, logits, attention, and
-    passes of draft steps or trees.
+    """Measures the prices of a drafting model's runner: its graphs and larger steps, logits,
+    attention, and passes of draft steps or trees.
 
     Args:
         max_requests, max_width, clock: as for `PriceMeter`.
-        shapes: how many draft steps passes may have, or which trees they may draft.
+        shapes: numbers of draft steps that passes may have, or trees that they may draft.
     """
     start = clock()
     meter = PriceMeter(runner, max_requests, max_width, clock)

@@ -1,4 +1,4 @@
-"""Says what is drafted of a request in a step: a chain or a tree. No torch."""
+"""The shape of a request's drafts in a step: a chain or a tree. No torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 
-MAX_ROWS = MAX_TREE_ROWS  # of a request: that all draft steps feed, and that verify a tree
+MAX_ROWS = MAX_TREE_ROWS  # of a request: in all draft steps, and in the verification of a tree
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Says how trees are drafted, and how large they are.
+    """The shape of trees of drafts.
 
     Attributes:
         topk: K, children of each node of a beam, and nodes of a beam; at least 1.
-        depth: S, drafts one after the other at most; at least 1. The first of them come from the
+        depth: S, the most drafts one after the other; at least 1. The first ones come from the
             head's pass over the target's rows, so there are S - 1 draft steps.
         num_drafts: D, nodes of a tree without its root, the certain token; at least 1.
 
@@ -54,17 +54,17 @@ class TreeShape:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a request that a pass is given, at least one."""
+        """Slots of a request that a pass gets, at least one."""
         return max(1, self.num_fed)
 
     @property
     def num_found(self) -> int:
-        """Nodes to choose the drafts from."""
+        """Nodes from which the drafts are chosen."""
         return self.topk + self.num_steps * self.topk**2
 
     @property
     def max_confirmed(self) -> int:
-        """Drafts of a tree that may be confirmed, at most."""
+        """The most drafts of a tree that may be confirmed."""
         return min(self.depth, self.num_drafts)
 
 

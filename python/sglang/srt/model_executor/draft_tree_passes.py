@@ -1,6 +1,6 @@
 """Trees of drafts by a head over a target (EAGLE-2, arXiv 2406.16858), in one pass: each draft step
-feeds the beam, the best K nodes found by the step before, and finds K children of each. Of all
-nodes found the best by the probability of their paths make the tree."""
+feeds the beam, the best K nodes found by the step before, and finds K children of each. The nodes
+with the most probable paths make the tree."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sglang.srt.models.draft_head import DraftHead
 
 
 class DraftedTrees(NamedTuple):
-    """Trees of R requests, and what their N draft steps were fed.
+    """Trees of R requests, and the inputs of their N draft steps.
 
     Attributes:
         token_ids: [R, D] int64; the target's ids of nodes 1 to D. No node is better than one before
-            it, so the first nodes of a tree, however many, are a tree too.
+            it, so the first n nodes of a tree are a tree too, for any n.
         parents: [R, D] int32; node that each follows, 0 is the root.
-        scores: [R, D] float32; by the head, the probability of the path to each node.
-        fed_ids, ancestors, slots: [N, R, K] int64; of the rows of each step.
+        scores: [R, D] float32; the head's probability of the path to each node.
+        fed_ids, ancestors, slots: [N, R, K] int64; for the rows of each step.
     """
 
     token_ids: torch.Tensor
@@ -36,13 +36,13 @@ class DraftedTrees(NamedTuple):
     slots: torch.Tensor
 
     def of_first(self, count: int) -> DraftedTrees:
-        """Those of the first `count` requests."""
+        """Returns the trees of the first `count` requests."""
         of_requests = (values[:count] for values in self[:3])
         return DraftedTrees(*of_requests, *(values[:, :count] for values in self[3:]))
 
     def batches_fed(self, first: ForwardBatch) -> list[ForwardBatch]:
-        """The batch of each step, without the hidden states that only the pass knew; `first` as for
-        `DraftTreePass.run`."""
+        """Returns the batch of each step, without hidden states, which only the pass knew; `first`
+        as for `DraftTreePass.run`."""
         fed = zip(self.fed_ids, self.ancestors, self.slots, strict=True)
         return [_batch(first, index, *each) for index, each in enumerate(fed)]
 
@@ -51,8 +51,8 @@ class TreeSearch(Protocol):
     """Finds the trees of one pass. Each implementation finds the same, and none waits for the
     device.
 
-    Row r of step i stands in column watermark + i K + r of the page table, at position watermark +
-    i, and sees what lies before the watermark and its own branch.
+    Row r of step i is in column watermark + i K + r of the page table, at position watermark + i.
+    It sees all KV before the watermark, and its own branch.
     """
 
     def __init__(
@@ -65,14 +65,15 @@ class TreeSearch(Protocol):
         """
         Args:
             table: [rows, width] int32; the page table.
-            target_ids: as `DraftHead.target_ids` gives them.
+            target_ids: result of `DraftHead.target_ids`.
             first: as for `DraftTreePass.run`.
         """
 
     def grow(
         self, token_ids: torch.Tensor, logprobs: torch.Tensor, hidden: torch.Tensor
     ) -> ForwardBatch | None:
-        """Takes the children of the rows fed last, at first of the one row of each request.
+        """Takes the children of the rows fed last; in the first call those of the one row of each
+        request.
 
         Args:
             token_ids: [rows, K] int64; the head's, the best first.
@@ -80,16 +81,16 @@ class TreeSearch(Protocol):
             hidden: [rows, hidden_size]; the head's output at those rows.
 
         Returns:
-            The next draft step, which feeds the K best; None if there is none.
+            The next draft step, which feeds the K best nodes; None if there is none.
         """
 
     def trees(self) -> DraftedTrees:
-        """The best of all nodes found, when there is no further step."""
+        """Returns the best of all nodes found, after the last step."""
 
 
 class DraftTreePass:
-    """Drafts a tree for each request. Nothing of it depends on what the host does not know at
-    capture, so one graph has all of it where the attention backend captures plans.
+    """Drafts a tree for each request. It depends on no number that the host does not know at
+    capture, so one graph holds all of it where the attention backend captures plans.
 
     Args:
         table: [rows, width] int32; the page table.
@@ -118,9 +119,9 @@ class DraftTreePass:
     def run(self, first: ForwardBatch) -> DraftedTrees:
         """
         Args:
-            first: one row of each request, which stands at its watermark; `hidden` [R, hidden_size]
-                is the head's output at the row before. Its tokens are not looked at. Rows that
-                write to the dummy slot are padding in all steps.
+            first: one row of each request, at its watermark; `hidden` [R, hidden_size] is the
+                head's output at the row before. Its tokens are ignored. Rows that write to the
+                dummy slot are padding in all steps.
         """
         assert first.hidden is not None, "A head drafts from its own output."
         search = self._search(self._shape, self._table, self._head.target_ids(), first)
@@ -131,15 +132,16 @@ class DraftTreePass:
         return search.trees()
 
     def _children(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K best tokens after each row of hidden [rows, hidden_size], the best first: the
-        head's ids [rows, K] int64 and log-probabilities, float32."""
+        """Returns the K best tokens after each row of hidden [rows, hidden_size], the best first:
+        the head's ids [rows, K] int64 and log-probabilities, float32."""
         logits = self._head.compute_logits(hidden, self._layers)
         token_ids, logprobs = self._best_of(logits, self._shape.topk)
         return token_ids, logprobs
 
 
 class TorchTreeSearch:
-    """For a CPU, and for shapes that no kernel takes; the oracle of all others."""
+    """Searches in torch: for a CPU, and for shapes that no kernel takes. The oracle of all
+    others."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class TorchTreeSearch:
         return slots * (first.slots > 0)[:, None]
 
     def _stacked(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what steps were fed, each of the three of all steps, [N, R, K]."""
+        """Stacks the inputs of all steps: each of the three, [N, R, K]."""
         if not self._fed:
             shape = 0, len(self._first.positions), self._shape.topk
             empty = self._table.new_empty(shape, dtype=torch.int64)
@@ -203,7 +205,7 @@ class TorchTreeSearch:
 
 
 class _Beam(NamedTuple):
-    """The nodes that a step feeds; `numbers` are among all nodes found of a request.
+    """The nodes that a step feeds; `numbers` are their indices among all nodes found of a request.
 
     Attributes:
         token_ids, numbers: [R, K] int64.
@@ -221,7 +223,7 @@ class _Found(NamedTuple):
     Attributes:
         token_ids: [R, n] int64.
         scores: [R, n] float32.
-        parents: [R, n] int64; numbers, -1: the root.
+        parents: [R, n] int64; numbers of the parents, -1: the root.
     """
 
     token_ids: torch.Tensor
@@ -256,8 +258,9 @@ def _batch(
 def _best_nodes(
     found: list[_Found], num_drafts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first three of `DraftedTrees`. A parent's number is less than its children's and its
-    score is no less, so of equal ones the parent comes first and no draft is without its parent."""
+    """Returns the first three fields of `DraftedTrees`. A parent has a lower number than its
+    children and no lower score. So among equal scores the parent comes first, and every draft's
+    parent is in the tree."""
     token_ids, scores, parents = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
     scores = scores.nan_to_num(0.0)
     order = _descending(scores)
@@ -270,5 +273,5 @@ def _best_nodes(
 
 
 def _descending(scores: torch.Tensor) -> torch.Tensor:
-    """[R, n] int64; places in [R, n] of the best first, of equal ones in order."""
+    """[R, n] int64; indices into [R, n], the best first, equal ones in order."""
     return scores.sort(dim=1, descending=True, stable=True).indices

@@ -18,24 +18,23 @@ class ExecutionConfig:
     Attributes:
         dtype: one of `DTYPES`, the type of weights and KV.
         row_width: tokens that a row of the request-to-token table holds, in whole pages.
-        kv_budget_bytes: memory for the KV pool; None for what the weights leave of
-            `static_memory_share` of the device's memory.
+        kv_budget_bytes: memory for the KV pool; None: the part of `static_memory_share` of the
+            device's memory that the weights leave.
         ops: name of the set in `OPERATIONS` (registry.py).
-        max_graph_width: rows of a request in steps without prompts that replay a captured graph,
-            where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
-        max_graph_rows: rows in all of steps with prompts that do; 0 for none.
-        max_prompt_rows: prompt tokens that a step may feed, as wished; 0 reserves no memory for
-            them.
+        max_graph_width: the most rows of a request in a step without prompts that replays a
+            captured graph, where the attention backend can; 0: no graphs, 1: plain decoding alone.
+        max_graph_rows: the most rows in all of a step with prompts that replays one; 0: none does.
+        max_prompt_rows: wished prompt tokens of a step, at most; 0 reserves no memory for them.
         max_decode_rows: rows that a request without a prompt feeds at most.
-        poisons_graphs: for tests, see `CudaGraphRunner`; kernels also tell of columns outside of
+        poisons_graphs: for tests, see `CudaGraphRunner`; kernels also report columns outside of
             their row of the request-to-token table.
         num_threads: torch threads of a CPU.
-        capture: which hidden states a forward pass gives beside those of the rows read.
-        draft_steps: of a model that drafts: how many draft steps may follow a step of the target
-            (`draft`), or which trees may be drafted (`draft_trees`), and in batches of which sizes.
-        reads_one_row: no step reads more than one row of a request, as of models that draft: graphs
-            compute no more.
-        may_rest: the model may be left out of steps, and then has no KV of what they feed
+        capture: hidden states that a forward pass returns beside those of the rows read.
+        draft_steps: for a model that drafts, the numbers of draft steps (`draft`) or the shapes of
+            trees (`draft_trees`) that have graphs, with their batch sizes.
+        reads_one_row: no step reads more than one row of a request, as with models that draft, so
+            graphs compute no more.
+        may_rest: the model may be left out of steps, and then has no KV of their tokens
             (`MHATokenToKVPool.kv_starts`).
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.

@@ -7,19 +7,19 @@ for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`
 - RAGGED, if requests feed a few rows each (look-ahead, drafts to verify), in any mix.
 - UNIFORM instead, if the attention backend can only plan the same number of rows for each request:
   each gets the graph's width, and padding fills the rows that it does not feed.
-- MIXED, if some feed prompts. There are none for steps that keep the device busy longer than a
-  launch takes the host; every step of fewer rows finds one.
+- MIXED, if some feed prompts. Steps so large that the device computes longer than the host launches
+  have none; every smaller step finds one.
 
 - DRAFT_STEPS, for several steps of one row per request at once (`draft_passes.py`).
 
-Graphs of a head also differ by the width of the hidden states that they read. Those of several rows
-per request compute one row of each, and so serve only steps that read no more.
+Graphs of a head also differ by the width of their hidden inputs. Those of several rows per request
+compute one row of each request, so they serve only steps that read no more.
 
 Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
 RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
 of which the device alone knows how many rows each request feeds.
 
-Rows and requests of padding write K and V to the dummy slot, and their results are not read.
+Padding rows and requests write K and V to the dummy slot, and their results are not read.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ from sglang.srt.layers.forward_batch import (
     GraphKey,
 )
 
-LEAST_SAVING = 0.05  # share by which a larger graph must be cheaper: times are not exact
-MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
+LEAST_SAVING = 0.05  # share by which a larger graph must be cheaper, since times vary
+MAX_WIDE_TOKENS = 1024  # rows of a step of several rows per request; above, launching costs little
 UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
 ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
 ONE_ROW = (DECODE, DRAFT_STEPS)
-# Shapes whose graph is remembered. A step asks for tens of them, and steps with prompts hardly ever
-# for the same ones.
+# Number of shapes whose graph is cached. A step looks up tens of them, and steps with prompts
+# hardly ever the same ones.
 MAX_KNOWN = 4096
-FEW_REQUESTS = 8  # whose KV is split among more programs
+FEW_REQUESTS = 8  # with as few, KV is split among more programs
 
 
 class GraphKeys:
-    """The graphs that there are; finds the one that a step fits.
+    """Knows the graphs that exist, and finds the one for a step.
 
     Args:
-        support: which batches the attention backend can replay.
+        support: batches that the attention backend can replay.
         max_requests: of a step.
         max_width: rows of a request in a step without prompts that replays a graph.
-        max_mixed_rows: rows in all of a step with prompts that does; 0 for none.
+        max_mixed_rows: most rows in all of a step with prompts that replays a graph; 0: none does.
         computes_all_rows: no graph skips rows (`HiddenCapture.all_rows`).
         with_trees: each graph of several rows per request also exists for steps with `ancestors`.
-        hidden_width: of what the model reads of each row beside its token; 0: nothing.
+        hidden_width: width of the hidden input of each row; 0: the model reads tokens alone.
         reads_one_row: no step reads more than one row of a request.
-        draft_hidden_width: the same of draft steps, if each replays a graph of its own; 0: none do.
+        draft_hidden_width: the same for draft steps, if each replays a graph of its own; 0: none
+            does.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class GraphKeys:
     def of_draft_steps(
         cls, max_requests: int, hidden_width: int, num_steps: int, batch_sizes: Sequence[range]
     ) -> GraphKeys:
-        """Graphs of `num_steps` draft steps at once, for batches of these sizes."""
+        """Returns the keys of graphs of `num_steps` draft steps at once, for batches of these
+        sizes."""
         keys = cls(GraphSupport.NEVER, max_requests, 1)
         keys.all = [
             GraphKey(DRAFT_STEPS, n, 1, n, hidden_width=hidden_width, num_steps=num_steps)
@@ -120,18 +122,18 @@ class GraphKeys:
         return any(key.has_tree for key in self.all)
 
     def prefer_cheaper(self, graphs_ms: Mapping[GraphKey, float]) -> None:
-        """Steps replay a larger graph where that takes less time: products are cut into tiles, and
-        some numbers of rows into tiles that suit them badly.
+        """Makes steps replay a larger graph where that takes less time: products are cut into
+        tiles, which fit some numbers of rows badly.
 
         Args:
-            graphs_ms: milliseconds of graphs; others are replayed as before.
+            graphs_ms: milliseconds of graphs; the choice of other graphs does not change.
         """
         self._graphs_ms = graphs_ms
         self._known_smallest.cache_clear()
 
     def is_undercut(self, num_tokens: int, larger: Sequence[int]) -> bool:
-        """Tells whether steps of `num_tokens` rows, several of each request, take longer than those
-        of one of these larger numbers of rows, as far as both have prices."""
+        """Tells whether steps of `num_tokens` rows, several of each request, take longer than steps
+        of one of these larger numbers of rows, if both have prices."""
         costs: dict[int, float] = {}
         for key, cost_ms in self._graphs_ms.items():
             if key.tag not in ONE_ROW:
@@ -141,12 +143,13 @@ class GraphKeys:
         return own_ms is not None and min(others, default=own_ms) < own_ms * (1 - LEAST_SAVING)
 
     def decode_size(self, num_reqs: int) -> int:
-        """Requests of the graph for that number of decodes; as many without one."""
+        """Returns the requests of the graph for `num_reqs` decodes; without a graph that number
+        itself."""
         key = self.find_shape(num_reqs, 1, num_reqs)
         return num_reqs if key is None else key.num_reqs
 
     def find(self, q_lens: Sequence[int], has_tree: bool = False) -> GraphKey | None:
-        """The smallest graph with room for the requests, then for their rows."""
+        """Returns the smallest graph with room for the requests, then for their rows."""
         return self.find_shape(len(q_lens), max(q_lens), sum(q_lens), has_tree)
 
     def find_shape(
@@ -158,8 +161,8 @@ class GraphKeys:
         is_packed: bool = False,
         hidden_width: int = 0,
     ) -> GraphKey | None:
-        """As `find`, by the number of requests, the most rows that any of them feeds and the rows
-        in all, of which a packed step may have fewer than requests."""
+        """Does the same, by the number of requests, the most rows that any of them feeds and the
+        rows in all. A packed step may have fewer rows than requests."""
         return self._known_smallest(num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width)
 
     def _smallest(
@@ -191,8 +194,8 @@ class GraphKeys:
 
 
 def uniform_key(batch: ForwardBatch) -> GraphKey:
-    """The key of a step in which each request feeds as many rows, where it is a part of a larger
-    graph."""
+    """Returns the key of a step whose requests all feed the same number of rows, as a part of a
+    larger graph."""
     count, width = len(batch.q_lens), batch.q_lens[0]
     assert batch.q_lens == [width] * count, "Requests feed different numbers of rows."
     hidden_width = 0 if batch.hidden is None else batch.hidden.shape[1]
@@ -202,7 +205,7 @@ def uniform_key(batch: ForwardBatch) -> GraphKey:
 
 
 def kind_of(key: GraphKey) -> str:
-    """The kind of a graph, for the log."""
+    """Returns the kind of a graph, for the log."""
     steps = f"{key.num_steps} {key.tag}" if key.num_steps > 1 else key.tag
     hidden = f", hidden states of {key.hidden_width}" if key.hidden_width else ""
     return steps + hidden + ", trees" * key.has_tree
@@ -236,7 +239,7 @@ def _plain_keys(
 
 
 def decode_sizes(max_requests: int) -> list[int]:
-    """1, 2, 4, then every eighth up to `max_requests`."""
+    """Returns 1, 2, 4, then every eighth up to `max_requests`."""
     return sorted(
         {size for size in (1, 2, 4, max_requests) if size <= max_requests}
         | set(range(8, max_requests + 1, 8))
@@ -248,5 +251,5 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def _row_counts(least: int, most: int) -> list[int]:
-    """Numbers of rows for steps of `least` to `most`."""
+    """Returns numbers of rows for steps of `least` to `most` rows."""
     return [rows for rows in ROWS if least < rows < most] + [most]

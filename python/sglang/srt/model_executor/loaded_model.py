@@ -46,7 +46,8 @@ class LoadedModel:
         self.geometry = KVGeometry.of(config.model, dtype)
 
     def attach(self, target: LoadedModel) -> None:
-        """Gives a head what it shares with the model that it drafts for; others need nothing.
+        """Gives a head the modules that it shares with the model that it drafts for; other models
+        need none.
 
         Raises:
             ModelPathError: if the head was trained for a target of other sizes.

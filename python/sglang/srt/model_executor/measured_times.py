@@ -1,4 +1,4 @@
-"""Measures how long launches take, on a GPU and on a CPU."""
+"""Measures the times of launches, on a GPU and on a CPU."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sglang.srt.step.price_table import Curve
 
 Item = TypeVar("Item")
 
-Launch = Callable[[], object]  # what a GPU is to do is in its queue then, maybe not done
+Launch = Callable[[], object]  # returns when the work is in a GPU's queue, maybe not done
 
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
 
 
 def shown(items: Sequence[Item], what: str, device: torch.device) -> Iterable[Item]:
-    """The items, with a progress bar that says what is timed: on a GPU, in a terminal."""
+    """Yields the items; on a GPU, in a terminal, a progress bar names the item that is timed."""
     is_hidden = True if device.type == "cpu" else None  # None: shown in a terminal
     return tqdm(items, desc=f"Measuring {what}", unit="size", disable=is_hidden)
 
 
 def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
-    """Milliseconds of each run after a first one, by the GPU's own clock. All runs are launched
-    before any is waited for: the host's time is in them only where it
-    launches more slowly than the GPU computes."""
+    """Returns the milliseconds of each run but the first, by the GPU's own clock. All runs are
+    launched before any is waited for, so the host's time counts only where it launches more slowly
+    than the GPU computes."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     for end in ends:
         launch()
@@ -38,7 +38,7 @@ def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
 
 
 def shortest(times: Mapping[int, Sequence[float]]) -> Curve:
-    """The shortest time of each size: what disturbs a measurement makes it longer."""
+    """Returns the shortest time of each size, since disturbances only make times longer."""
     return Curve(tuple(times), tuple(min(values) for values in times.values()))
 
 
@@ -48,16 +48,16 @@ def timed_passes(
     once_ms: Callable[[Launch], float],
     clock: Callable[[], float],
 ) -> dict[int, list[float]]:
-    """Milliseconds of each size, ascending, from passes over all of them, so that a slow moment
-    meets one run of many. The first pass warms up, and counts only if no other fits the budget;
-    once it has spent half of that, larger sizes are left out."""
+    """Returns the milliseconds of each size, ascending, from several passes over all sizes, so that
+    a slow moment affects one run of many. The first pass warms up and counts only if no other fits
+    the budget. Once it has spent half of the budget, larger sizes are left out."""
     start, first = clock(), dict[int, list[float]]()
     spent_s, last_size, last_ms = 0.0, 0, 0.0
     for size, launch in launches.items():
         if len(first) >= CPU_MIN_SIZES and spent_s > budget_s / 2:
             break
         taken_ms = once_ms(launch)
-        # Cost that grows faster than size was a slow moment: it must not end the pass.
+        # A time that grew faster than the size met a slow moment, which must not end the pass.
         most_ms = IMPLAUSIBLE_GROWTH * last_ms * size / max(last_size, 1)
         for _ in range(CPU_RETRIES):
             if not 0 < most_ms < taken_ms or clock() - start > 2 * budget_s:

@@ -58,9 +58,9 @@ class ModelRunner:
 
     Attributes:
         req_to_token_pool, kv_pool: the memory's page table, and the pool.
-        checks: for debugging; each looks at every batch before it is run, and may raise.
-        max_prompt_rows: prompt tokens that a step may feed: as many as are wished, or as the
-            device's memory allows beside weights, KV pool and graphs (`warm_up`).
+        checks: for debugging; each sees every batch before it runs, and may raise.
+        max_prompt_rows: prompt tokens that a step may feed: the configured number, or as many as
+            the device's memory allows beside weights, KV pool and graphs (`warm_up`).
 
     Raises:
         ValueError: if the attention backend cannot serve the model; the text says why.
@@ -93,7 +93,7 @@ class ModelRunner:
 
     @property
     def config(self) -> ExecutionConfig:
-        """Returns the settings that it was made with."""
+        """Returns the runner's settings."""
         return self._config
 
     @property
@@ -121,8 +121,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Captures graphs anew, if there are to be any and all memory is there: they hold its
-        addresses."""
+        """Captures graphs anew, if the runner has graphs and all memory is there, since they hold
+        its addresses."""
         self.drop_graphs()
         with memory_for(
             "CUDA graphs",
@@ -144,7 +144,7 @@ class ModelRunner:
             self.compute_logits(hidden[:num_rows])
 
     def _make_graphs(self) -> RunnerGraphs | None:
-        """Makes what captures them."""
+        """Makes the graph runners."""
         config = self._config
         if not self.is_whole or config.max_graph_width == 0 or not (keys := self._keys()).all:
             return None
@@ -184,18 +184,18 @@ class ModelRunner:
     def warm_up(
         self, least_rows: int = MIN_PROMPT_ROWS, drafting: Sequence[ModelRunner] = ()
     ) -> None:
-        """Runs steps that replay no graph, over the dummy slot. A long prompt, a short one and a
-        decode, packed too and with masks of trees if there may be such steps: what they need is
-        compiled before a request waits for it. Then the largest step that may come, whose memory
-        stays reserved: if it does not fit, `max_prompt_rows` becomes less, but not less than
-        `least_rows`. Graphs are there by then: their memory is fixed, and that of a step is not.
+        """Runs steps that replay no graph, over the dummy slot. First a long prompt, a short one
+        and a decode, also packed and with masks of trees if there may be such steps, so that their
+        kernels are compiled before a request waits for them. Then the largest possible step, whose
+        memory stays reserved: if it does not fit, `max_prompt_rows` becomes less, but not less than
+        `least_rows`. Graphs exist by then, since their memory is fixed and that of a step is not.
 
         Args:
             drafting: runners of a drafter's models, over the same memory. They run the same steps
-                while what this one computed is held, as when drafts are proposed.
+                while the results of this one are held, as when drafts are proposed.
 
         Raises:
-            MemoryError: if even those rows do not fit.
+            MemoryError: if `least_rows` do not fit.
         """
         runners = (self, *drafting)
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
@@ -235,8 +235,8 @@ class ModelRunner:
     def _run_dummy(
         self, q_lens: list[int], is_packed: bool = False, has_masks: bool = False
     ) -> tuple[ModelOutput, torch.Tensor]:
-        """A step of prompts of these lengths, with all hidden states and as many logits as a step
-        may read."""
+        """Runs a step of prompts of these lengths, with all hidden states and as many logits as a
+        step may read."""
         config, width = self._config, self.model.hidden_width
         hidden = self.kv_pool.kv[0].new_zeros((sum(q_lens), width)) if width else None
         row = self.req_to_token_pool.padding_row
@@ -247,7 +247,8 @@ class ModelRunner:
         return output, self.compute_logits(output.hidden[-num_reads:])
 
     def prefer_cheaper_graphs(self, graphs_ms: Mapping[GraphKey, float]) -> None:
-        """Has steps replay a larger graph where that is cheaper; also of graphs captured anew."""
+        """Makes steps replay a larger graph where that is cheaper, also after graphs are captured
+        anew."""
         self._graphs_ms = dict(graphs_ms)
         if self.graph_keys is not None:
             self.graph_keys.prefer_cheaper(graphs_ms)
@@ -280,8 +281,8 @@ class ModelRunner:
 
     @contextmanager
     def as_part_of_graph(self) -> Iterator[None]:
-        """In this block steps, of as many rows for each request, are part of a larger graph that
-        is being captured: they replay no graph of their own and are not checked."""
+        """In this block steps, with the same number of rows for each request, are part of a larger
+        graph that is being captured: they replay no graph of their own and are not checked."""
         self._is_part_of_graph = True
         try:
             yield
@@ -323,9 +324,10 @@ class ModelRunner:
         self.req_to_token_pool.raise_if_outside()
 
     def draft(self, first: ForwardBatch, num_steps: int) -> Drafts:
-        """Runs draft steps, of which `first` is the first one: see `DraftPass`. One graph has all
-        of them if it is one of `ExecutionConfig.draft_steps` and the attention backend
-        `captures_plans`; else each is a step of its own. The next call may overwrite the result."""
+        """Runs draft steps, `first` and those after it: see `DraftPass`. One graph holds all of
+        them if their number is in `ExecutionConfig.draft_steps` and the attention backend
+        `captures_plans`; otherwise each is a step of its own. The next call may overwrite the
+        result."""
         drafts = self._draft(first, num_steps)
         assert isinstance(drafts, Drafts)
         return drafts

@@ -1,7 +1,7 @@
-"""Measures prices of steps, once at start-up, over rows and slots that no request has yet.
+"""Measures prices of steps, once at start-up, before any request has rows and slots.
 
-Rows are fed random tokens, and heads random hidden states: a GPU multiplies equal rows, and zeros,
-faster than others, since it takes less power for them.
+Steps feed random tokens, and heads random hidden states: a GPU multiplies equal rows, and zeros,
+faster than others, since that takes less power.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ logger = logging.getLogger(__name__)
 
 # Rows of steps that replay no graph, and rows whose logits are read.
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-# Products are cut into tiles, and a GPU computes several at a time: prices are no straight line,
+# Products are cut into tiles, and a GPU computes several at a time. So prices are no straight line,
 # and more rows may cost less.
 MANY_ROWS = (*range(1152, 2049, 128), 2560, 4096, 8192)
 SLOW_ROWS = MANY_ROWS[0]  # from here on a step takes so long that one run tells its price
-READ_STATES = 64  # different hidden states whose logits are computed
+READ_STATES = 64  # number of different hidden states whose logits are computed
 READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-PROMPT_ROWS = 512  # of a request in a step of many rows
+PROMPT_ROWS = 512  # rows of a request in a step of many rows
 REPEATS = 2
 GRAPH_REPEATS = 3  # the shortest counts
-PLAIN_REPEATS = 7  # that show how much times vary
+PLAIN_REPEATS = 7  # enough to show how much times vary
 KV_REQUESTS, KV_TOKENS, KV_REPEATS = 32, 1024, 3
-# A prompt's chunks and the tokens before them; the pool may be smaller: slots are named repeatedly.
+# Sizes of a prompt's chunks and of the KV before them. The pool may be smaller, since slots are
+# named repeatedly.
 CHUNK_ROWS, CPU_CHUNK_ROWS = (128, 512, 2048), (8, 64)
 CHUNK_KV_TOKENS, CHUNK_REPEATS = 16384, 2
 # On a CPU, which computes while it launches: seconds, whatever the model.
@@ -123,13 +124,13 @@ class PriceMeter:
 
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:
-        """Milliseconds of a graph, the least of several runs after a first one."""
+        """Returns the milliseconds of a graph, the least of several runs after a first one."""
         return min(self._times_ms(self._replay(key), repeats))
 
     # ------------------------------------------------------------ time
 
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
-        """Milliseconds of each run after a first one."""
+        """Returns the milliseconds of each run after a first one."""
         if not self._is_cpu:
             return gpu_times_ms(launch, repeats)
         launch()
@@ -141,8 +142,8 @@ class PriceMeter:
         return (self._clock() - start) * 1e3
 
     def _spread(self) -> float:
-        """Typical deviation of a plain step's time from the median, as a share; 0 where a step
-        takes too long to be repeated."""
+        """Returns the typical deviation of a plain step's time from the median, as a share; 0 where
+        a step takes too long to be repeated."""
         launch = self._launch([1])
         if self._is_cpu and self._once_ms(launch) * PLAIN_REPEATS > CPU_PLAIN_S * 1e3:
             return 0.0
@@ -153,8 +154,8 @@ class PriceMeter:
     # ------------------------------------------------------------ what is timed
 
     def _graphs(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
-        """Milliseconds of each graph. Where more rows seem to cost less than fewer, the dearer one
-        is timed again: it may have met a slow moment."""
+        """Measures the milliseconds of each graph. Where fewer rows seem to cost more than a larger
+        number, they are timed again: they may have met a slow moment."""
         found = {}
         for key in shown(keys, "graphs", self._device):
             found[key] = self.graph_ms(key, GRAPH_REPEATS)
@@ -171,8 +172,8 @@ class PriceMeter:
         budget_s: float,
         what: str,
     ) -> dict[int, list[float]]:
-        """Milliseconds of each run, by size; `budget_s` limits them on a CPU. On a GPU a progress
-        bar says what is timed."""
+        """Measures the milliseconds of each run, by size, on a CPU within `budget_s`. On a GPU a
+        progress bar shows the size that is timed."""
         if not self._is_cpu:
             return {
                 size: self._times_ms(launch_of(size), REPEATS if size < SLOW_ROWS else 1)
@@ -182,8 +183,8 @@ class PriceMeter:
         return timed_passes(launches, budget_s, self._once_ms, self._clock)
 
     def _attention(self) -> tuple[float, float]:
-        """`kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and of the
-        most rows, each with no KV and with much."""
+        """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
+        of the most rows, each with no KV and with much."""
         count, length = KV_REQUESTS, KV_TOKENS
         if self._is_cpu:
             count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
@@ -209,7 +210,7 @@ class PriceMeter:
         return max(0.0, narrow - per_row), per_row
 
     def _kv_slope(self, count: int, length: int, width: int) -> float:
-        """Milliseconds per token of KV of each request."""
+        """Returns the milliseconds per token of KV of each request."""
         costs = []
         for kv_len in (0, length):
             launch = self._launch([width] * count, kv_len)
@@ -217,8 +218,8 @@ class PriceMeter:
         return (costs[1] - costs[0]) / (count * length)
 
     def _prompt_attention(self) -> Curve:
-        """`prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before them and
-        with much."""
+        """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before
+        them and with much."""
         wished, length, repeats = [*CHUNK_ROWS], CHUNK_KV_TOKENS, CHUNK_REPEATS
         if self._is_cpu:
             wished, length, repeats = [*CPU_CHUNK_ROWS], CPU_CHUNK_KV_TOKENS, 1
@@ -249,8 +250,8 @@ class PriceMeter:
         return max(0.0, (with_kv - without) / length)
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
-        """The curve less what its rows' attention to each other took, which is priced apart; of
-        requests of fewer rows than were measured that is next to nothing."""
+        """Returns the curve without the attention of its rows to each other, which is priced apart;
+        for requests of fewer rows than were measured that is next to nothing."""
         costs = []
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
             chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows)]
@@ -272,7 +273,8 @@ class PriceMeter:
         return self._launch(self._q_lens(num_rows))
 
     def _q_lens(self, num_rows: int) -> list[int]:
-        """Rows of the requests of a step of `num_rows` rows in as few requests as it can have."""
+        """Returns the rows of the requests of a step of `num_rows` rows, in as few requests as it
+        can have."""
         width = self._max_width
         if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
             width = min(PROMPT_ROWS, self._table.shape[1])
@@ -297,7 +299,7 @@ class PriceMeter:
 
     @cached_property
     def _hidden(self) -> torch.Tensor:
-        """Different hidden states, whose logits are computed."""
+        """Returns different hidden states, whose logits are computed."""
         step = self._dummy_step([1] * min(READ_STATES, self._max_requests))
         return self._runner.forward(step).hidden.clone()
 
@@ -309,8 +311,8 @@ class PriceMeter:
         return replace(batch, read_index=to_device(last, self._device))
 
     def random_step(self, q_lens: list[int], hidden_width: int) -> ForwardBatch:
-        """`dummy_step` of random tokens, and of hidden states [T, hidden_width] if that is not
-        0."""
+        """Makes a `dummy_step` of random tokens, and of random hidden states [T, hidden_width] if
+        the width is not 0."""
         count, device, hidden = sum(q_lens), self._device, None
         if hidden_width:
             dtype, shape = self._runner.kv_pool.kv[0].dtype, (count, hidden_width)
@@ -323,8 +325,8 @@ class PriceMeter:
         return replace(batch, input_ids=ids)
 
     def _eager_rows(self) -> list[int]:
-        """Sizes that no graph covers: only the largest, where graphs serve steps with prompts. They
-        end with the largest step."""
+        """Returns the sizes that no graph covers, up to the largest step: only the largest ones,
+        where graphs serve steps with prompts."""
         keys, decode_rows = self._runner.graph_keys, self._max_requests * self._max_width
         if self._is_cpu:
             most = decode_rows + self._runner.max_prompt_rows
@@ -341,14 +343,14 @@ class PriceMeter:
 
 
 def graph_finder(runner: ModelRunner) -> FindGraph:
-    """`PriceTable.find` of a runner's steps. Where drafts are trees, those of several rows of a
-    request are taken for such that verify some."""
+    """Makes `PriceTable.find` of a runner's steps. Where drafts are trees, steps with several rows
+    of a request count as steps that verify trees."""
     keys = runner.graph_keys
     if keys is None:
         return no_graphs
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
     if not keys.have_trees:
-        if runner.config.captures_trees:  # by a backend that cannot: none replays a graph
+        if runner.config.captures_trees:  # if the backend cannot, such steps replay no graph
 
             def find_one_row(num_reqs: int, widest: int, num_rows: int) -> GraphKey | None:
                 return find(num_reqs, widest, num_rows) if widest == 1 else None
@@ -359,8 +361,8 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
-    """Graphs with a price of their own. Where no request looks ahead, only steps with prompts are
-    ever priced; draft steps never are.
+    """Returns the graphs with a price of their own. Where no request looks ahead, only steps with
+    prompts need prices; draft steps never do.
 
     Args:
         max_width: rows that a request feeds, at most.
@@ -378,7 +380,7 @@ def _kind(key: GraphKey) -> tuple[str, bool]:
 
 
 def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:
-    """The step with `kv_len` tokens before each request, in the first rows of the table."""
+    """Returns the step with `kv_len` tokens before each request, in the first rows of the table."""
     device = batch.positions.device
     lens = [q_len + kv_len for q_len in batch.q_lens]
     return replace(

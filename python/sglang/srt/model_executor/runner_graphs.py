@@ -14,13 +14,13 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 
 
 class RunnerGraphs:
-    """Replays what there is a graph for. The next replay overwrites the results.
+    """Replays steps for which there is a graph. The next replay overwrites the results.
 
     Args:
         steps: of a model's forward pass.
-        drafts: by what each of its graphs drafts.
+        drafts: runners of draft graphs, by the shape of their drafts.
         all_rows: the last layer computes all rows (`HiddenCapture.all_rows`).
-        memory: of all of them.
+        memory: memory of all graphs.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunnerGraphs:
             graphs.capture()
 
     def rehearse(self) -> None:
-        """Computes a step of each shape, and no draft steps, whose tokens come from steps."""
+        """Computes a step of each shape, but no draft steps, whose tokens come from steps."""
         self._steps.rehearse()
 
     def forward(self, batch: ForwardBatch) -> ModelOutput | None:
@@ -76,7 +76,7 @@ class RunnerGraphs:
     def _wanted_rows(
         self, key: GraphKey, batch: ForwardBatch, replay: Replay[ModelOutput]
     ) -> ModelOutput:
-        """Picks what the step would have given without a graph, out of what the graph computed."""
+        """Picks the results that the step would have without a graph from those of the graph."""
         hidden, taps = replay.results
         num_tokens, wanted = batch.input_ids.shape[0], batch.read_index
         if taps is not None:
@@ -92,7 +92,7 @@ def keys_of_draft_steps(config: ExecutionConfig, hidden_width: int) -> dict[Draf
     """Returns the keys of the graphs of several draft steps each.
 
     Args:
-        hidden_width: of what draft steps read of each row beside its token.
+        hidden_width: width of the hidden input of each row of draft steps.
     """
     most = config.max_running_requests
     return {
@@ -102,4 +102,4 @@ def keys_of_draft_steps(config: ExecutionConfig, hidden_width: int) -> dict[Draf
 
 
 def plan_nothing(batch: ForwardBatch) -> None:
-    """The plan of a callable that plans each of its steps itself."""
+    """Plans nothing: for a callable that plans each of its steps itself."""

@@ -21,12 +21,12 @@ from sglang.srt.observability.start_log import start_phase
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS, HEADS, OPERATIONS, load
 
-FEW_LAYERS = 2  # the first and the last: those between them launch no other kernels
+FEW_LAYERS = 2  # the first and the last; layers between them launch the same kernels
 
 
 def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGroup:
-    """Runners of the target (`config`) and of other models, ready for steps. What the weights of
-    all of them leave is shared out to the pools by `config`.
+    """Makes runners of the target (`config`) and of other models, ready for steps. The memory that
+    the weights of all models leave is divided among the pools by `config`.
 
     Raises:
         ModelPathError: if weights cannot be loaded.
@@ -57,14 +57,14 @@ class CompilesAhead(Protocol):
     """Compiles the kernels of steps before they are launched."""
 
     def noting(self) -> AbstractContextManager[None]:
-        """In this block kernels are noted instead of launched, so what steps compute is
-        arbitrary, and nothing may take it for a place in memory."""
+        """In this block kernels are noted instead of launched, so the results of steps are
+        arbitrary and must not be used as addresses."""
 
     def start(self) -> None:
-        """Starts to compile what was noted, beside what else is done."""
+        """Starts to compile the noted kernels in the background."""
 
     def wait(self) -> None:
-        """Waits until all is compiled."""
+        """Waits until all kernels are compiled."""
 
 
 def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
@@ -87,7 +87,7 @@ def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> Compiles
 
 
 def _with_few_layers(config: ExecutionConfig) -> ExecutionConfig:
-    """A model with the same first and last layer, random weights and one page of KV."""
+    """Makes a model with the same first and last layer, random weights and one page of KV."""
     model, capture = config.model, config.capture
     num_layers = min(FEW_LAYERS, model.num_layers)
     return replace(
@@ -105,7 +105,7 @@ def _load(config: ExecutionConfig) -> LoadedModel:
 
 
 def _put_together(config: ExecutionConfig, models: Sequence[LoadedModel]) -> RunnerGroup:
-    """Runners of models over one memory."""
+    """Makes runners of models over one memory."""
     for model in models[1:]:
         model.attach(models[0])
     memory = make_memory(config, models)
@@ -113,7 +113,7 @@ def _put_together(config: ExecutionConfig, models: Sequence[LoadedModel]) -> Run
 
 
 def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMemory:
-    """The page table, and a pool for each model: as many pages as the memory holds for all."""
+    """Makes the page table, and a pool for each model, with as many pages as fit for all models."""
     budget = config.kv_budget_bytes
     if budget is None:
         budget = static_bytes_left(config.device, config.static_memory_share)
@@ -142,7 +142,7 @@ class GraphOwner(Protocol):
     """Captures graphs in which runners are parts (`ModelRunner.as_part_of_graph`)."""
 
     def capture(self) -> None:
-        """Captures them; none where not all runners can be parts of one."""
+        """Captures the graphs; none if a runner cannot be a part of one."""
 
     def drop(self) -> None:
         """Gives their memory back."""
@@ -172,8 +172,8 @@ class RunnerGroup:
         return self.target.max_prompt_rows
 
     def prepare(self) -> None:
-        """Does what comes before the first step. All graphs come before the largest steps: their
-        memory is fixed, and that of a step is not."""
+        """Prepares the first step: captures graphs, then runs the largest steps. Graphs come first,
+        since their memory is fixed and that of a step is not."""
         for runner in self.runners:
             runner.capture_graphs()
         self._warm_up()
@@ -208,7 +208,7 @@ class RunnerGroup:
         """Captures graphs anew, if there are none now and all other memory is there.
 
         Raises:
-            RuntimeError: if their memory is not to be had now; then there are none.
+            RuntimeError: if there is not enough memory for them; then there are none.
         """
         if not self.has_graphs:
             self._resume_steps(lambda: None)
@@ -243,7 +243,7 @@ class RunnerGroup:
         """Takes the memory of all weights again, and that of graphs and steps.
 
         Raises:
-            WeightUpdateError, RuntimeError: if it is not to be had now; then all stay released.
+            WeightUpdateError, RuntimeError: if there is not enough memory; then all stay released.
         """
         with ExitStack() as undo:
             for runner in self.runners:
@@ -256,14 +256,14 @@ class RunnerGroup:
         """Takes the pools' memory again, and that of graphs and steps.
 
         Raises:
-            RuntimeError: if it is not to be had now; then the pools stay released.
+            RuntimeError: if there is not enough memory; then the pools stay released.
         """
         self.memory.restore()
         self._resume_steps(self.memory.release)
 
     def _resume_steps(self, give_back: Callable[[], None]) -> None:
-        """Does what comes before the first step, unless other memory is still released. The planner
-        counts on `max_prompt_rows`, so there must be room for as many as before."""
+        """Prepares the next step, unless other memory is still released. The planner counts on
+        `max_prompt_rows`, so there must be room for as many rows as before."""
         self._drop_graphs()
         try:
             for runner in self.runners:

@@ -13,7 +13,7 @@ from sglang.srt.layers.triton_launch import begin, dependent_launch
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, TorchTreeSearch, TreeSearch
 
-MOST_TOPK = 16  # K: a program compares all K * K children of a beam with each other
+MOST_TOPK = 16  # largest K: a program compares all K * K children of a beam with each other
 BEST_BLOCK = 32  # nodes of a program of `best_kernel`
 _BEST_CHUNK = 64  # nodes that it compares them with at once
 _HIDDEN_BLOCK = 1024
@@ -215,7 +215,7 @@ def best_kernel(
 def triton_tree_search(
     shape: TreeShape, table: torch.Tensor, target_ids: torch.Tensor | None, first: ForwardBatch
 ) -> TreeSearch:
-    """Searches by Triton, or by torch where beams are too wide for that."""
+    """Makes a search by Triton, or by torch where beams are too wide for that."""
     kind = TorchTreeSearch if shape.topk > MOST_TOPK else TritonTreeSearch
     return kind(shape, table, target_ids, first)
 

@@ -24,7 +24,7 @@ from sglang.srt.scheduling.step_builder import PlannedStep, PromptFeed, StepBuil
 
 logger = logging.getLogger(__name__)
 
-MAX_PASSED = 8  # waiting prompts that shorter ones may pass in a step: each has to be looked up
+MAX_PASSED = 8  # waiting prompts that shorter ones may pass in a step: each costs a look-up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class PlannerConfig:
 
     Attributes:
         chunked_prefill_size: prompt tokens in a step, at most.
-        max_step_ms: what a step may take in which requests decode, by its price; 0 is no bound.
-        bounds_streams_alone: it holds only while a running or waiting request streams.
-        preemption_threshold: orders by priority, and lets a waiting request push aside a running
-            one whose priority is lower by more than this; None looks at no priorities.
-        retract_interval: retract each request when it has emitted in this many steps since its
-            admission (a test switch); 0 is never.
+        max_step_ms: the highest price of a step in which requests decode; 0: no bound.
+        bounds_streams_alone: this bound holds only while a running or waiting request streams.
+        preemption_threshold: requests are ordered by priority, and a waiting one pushes aside a
+            running one whose priority is lower by more than this; None: priorities are ignored.
+        retract_interval: each request is retracted when it has emitted in this many steps since its
+            admission (a test switch); 0: never.
         splits_prompts: whether a prompt may be fed in several steps.
     """
 
@@ -57,7 +57,7 @@ class MustDrain(Exception):
 
 
 class BatchPlanner:
-    """Decides what the next step feeds. Reads and moves requests through the lifecycle only.
+    """Plans the next step. It reads and moves requests only through the lifecycle.
 
     Args:
         budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.
@@ -79,7 +79,7 @@ class BatchPlanner:
         self._num_saved = 0
 
     def next_step(self, has_inflight: bool, admits: bool = True) -> PlannedStep | None:
-        """The next step, or None when there is nothing to launch.
+        """Returns the next step, or None when there is nothing to launch.
 
         Args:
             admits: whether every waiting request may start; if not, only those that must finish.
@@ -102,7 +102,7 @@ class BatchPlanner:
         return step.build(self._ledger.take_table_writes(), self._lifecycle.take_ended_texts())
 
     def observe(self, price_ms: float, took_ms: float) -> None:
-        """Hears what a step took, and what it was expected to cost (`PlannedStep.price_ms`)."""
+        """Learns the time that a step took, beside its price (`PlannedStep.price_ms`)."""
         self._budget.observe(price_ms, took_ms)
 
     def _collect(self, admits: bool) -> StepBuilder:
@@ -129,7 +129,7 @@ class BatchPlanner:
         return step
 
     def _reserve_decodes(self, has_inflight: bool) -> None:
-        """Slots for every decode row; retracts requests while the pool cannot give them."""
+        """Reserves slots for every decode row; retracts requests while the pool has too few."""
         for req in list(self._lifecycle.running):
             if req.is_prefilling or req.ends_in_flight:
                 continue
@@ -188,9 +188,9 @@ class BatchPlanner:
         self._lifecycle.retract(req)
 
     def _admit_newcomers(self, feed: PromptFeed, admits: bool) -> None:
-        """Lets waiting requests in, in their order. While a prompt is read that does not end in the
-        step, shorter ones may pass those that would have to wait for it; row and slots of the first
-        of these are kept for it. No request passes one for which the share is saved."""
+        """Admits waiting requests in their order. While a prompt is read that does not end in the
+        step, shorter prompts may pass longer ones, which must wait for it anyway; a row and slots
+        stay free for the first of those. No request passes one for which the share is saved."""
         waiting, running = self._lifecycle.startable, self._lifecycle.running
         if not waiting or not self.has_room() or feed.num_for_newcomer == 0:
             return
@@ -219,7 +219,8 @@ class BatchPlanner:
             feed.offer(req)
 
     def _num_to_read(self, req: Req, most: int) -> int:
-        """Tokens that are not in the cache; if it has no more than `most`, simply all."""
+        """Returns the number of tokens that are not in the cache; of a prompt of up to `most`
+        tokens that of all, without a look-up."""
         tokens = req.known_ids
         if len(tokens) <= most:
             return len(tokens)
@@ -227,14 +228,14 @@ class BatchPlanner:
         return len(tokens) - self._ledger.cached_prefix(req.namespace, cacheable)[0]
 
     def has_room(self, num_kept: int = 0) -> bool:
-        """Tells whether one more request could run, as far as rows go, if `num_kept` are kept for
+        """Tells whether there is a row for one more request while `num_kept` rows are kept for
         others."""
         is_full = len(self._lifecycle.running) + num_kept >= self._config.max_running_requests
         return not is_full and self._ledger.num_free_rows > num_kept
 
     def num_places(self) -> int:
-        """Returns how many waiting requests could run now or as soon as the step in flight is read,
-        as far as rows go; none while the first of them finds no room in the pool."""
+        """Returns for how many waiting requests there is a row, now or as soon as the step in
+        flight is read; 0 while the first of them finds no room in the pool."""
         waiting, running = self._lifecycle.startable, self._lifecycle.running
         num_places = self._config.max_running_requests - len(running)
         if num_places <= 0 or not waiting:
@@ -246,7 +247,7 @@ class BatchPlanner:
 
 
 def _decode_load(decoding: list[Req]) -> DecodeLoad:
-    """Each request with the most rows that it may feed."""
+    """Adds up the decodes, each with the most rows that it may feed."""
     num_rows = kv_tokens = row_kv = 0
     for req in decoding:
         num_rows += req.width.decode_rows

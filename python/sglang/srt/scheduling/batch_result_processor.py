@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchResultProcessor:
-    """Reads steps. What clients must hear is collected and sent once per step.
+    """Reads steps. News for clients are collected and sent once per step.
 
     Args:
         send: takes the news of a step, to the detokenizer.
@@ -55,11 +55,11 @@ class BatchResultProcessor:
 
     @paused_collections()
     def process(self, step: LaunchedStep) -> HostResult:
-        """Waits for a step's result, applies it and sends the news; only then does KV change hands,
-        since clients need not wait for the prefix cache.
+        """Waits for a step's result, applies it and sends the news. KV changes its owner after
+        that, so that clients do not wait for the prefix cache.
 
-        Thousands of prompt positions with log-probabilities are very many lists, of which none is
-        garbage before the news are sent.
+        Garbage is not collected meanwhile: log-probabilities of thousands of prompt positions are
+        very many lists, and all are in use until the news are sent.
         """
         result = step.result.read()
         reader = LogprobsAndHiddenReader(result)
@@ -93,7 +93,7 @@ class BatchResultProcessor:
         return result
 
     def abort(self, req: Req, message: str, status_code: int | None, err_type: str | None) -> None:
-        """Ends a request with what it has generated so far."""
+        """Ends a request with the output that it has so far."""
         self.end(
             req,
             FinishReason(type="abort", message=message, status_code=status_code, err_type=err_type),
@@ -105,7 +105,7 @@ class BatchResultProcessor:
         self._queue_output(req)
 
     def flush(self) -> None:
-        """Sends what is queued."""
+        """Sends the queued messages."""
         if self._outputs:
             self._send(BatchTokenIDOutput(outputs=self._outputs))
             self._outputs = []
@@ -117,7 +117,7 @@ class BatchResultProcessor:
         num_kept: int,
         logprobs: list[PositionLogprobs],
     ) -> int:
-        """Moves the watermark and takes tokens in; returns how many, after clipping at stops."""
+        """Moves the watermark and appends tokens; returns how many, after clipping at stops."""
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
@@ -142,7 +142,8 @@ class BatchResultProcessor:
         return num_new
 
     def _is_chunk_due(self, req: Req) -> bool:
-        """The first token goes out at once, the others in chunks of the stream interval."""
+        """Tells whether a chunk is due: the first token at once, the others by the stream
+        interval."""
         interval = req.params.stream_interval or self._stream_interval
         return not req.was_reported or len(req.output_ids) - req.num_sent >= interval
 
@@ -201,7 +202,7 @@ def _request_step(index: int, row: LaunchedRow, num_emitted: int, num_kept: int)
 
 
 def _grammar_problem(req: Req) -> FinishReason | None:
-    """Why a request must end whose grammar cannot be followed any more."""
+    """Returns why a request must end if its grammar cannot be followed any more; None otherwise."""
     if req.grammar is None or req.grammar.problem is None:
         return None
     logger.warning("Request %s ends: %s.", req.rid, req.grammar.problem)

@@ -15,7 +15,7 @@ from sglang.srt.step.token_constraint import AllowedTokens, DraftedTokens
 
 
 def with_constraint(planned: PlannedStep, unread: LaunchedStep | None) -> PlannedStep:
-    """A step whose requests with a grammar get only what it allows.
+    """Returns the step with a constraint: requests with a grammar get only tokens that it allows.
 
     Args:
         unread: the step in flight; its tokens are read before the masks are made.
@@ -39,7 +39,7 @@ class GrammarConstraint:
         unread: see `with_constraint`.
 
     Attributes:
-        requests: those places.
+        requests: the places of `restricted` in the batch.
     """
 
     def __init__(self, restricted: list[tuple[int, Req]], unread: LaunchedStep | None) -> None:
@@ -60,8 +60,8 @@ class GrammarConstraint:
         self._questions[0].session.sessions.ask(self._questions)
 
     def allowed(self, is_computed: Callable[[], bool]) -> AllowedTokens:
-        """The masks. Rows of a request that has to end, since its grammar has a problem, have none:
-        what they give is dropped."""
+        """Returns the masks. A request that must end because its grammar has a problem gets none,
+        and its tokens are dropped."""
         sessions = self._questions[0].session.sessions
         answers = sessions.answers(self._questions, is_computed)
         rows, masks, most = list[int](), list[np.ndarray](), dict[int, int]()

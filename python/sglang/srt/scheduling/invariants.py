@@ -39,13 +39,13 @@ class InvariantChecker:
         self._last_report = LedgerReport(0, 0, 0)
 
     def report(self) -> LedgerReport:
-        """Looks at every slot."""
+        """Reports after a look at every slot."""
         self._last_report = self._lifecycle.ledger.check(self._lifecycle.owners())
         return self._last_report
 
     def summary(self) -> LedgerReport:
-        """Missing tokens now, by counts; orphans and overlaps as of the last look at every slot.
-        Costs a running server nothing."""
+        """Reports missing tokens by present counts, orphans and overlaps as of the last look at
+        every slot. Costs a running server nothing."""
         lifecycle = self._lifecycle
         missing = lifecycle.ledger.num_missing_tokens(lifecycle.owners())
         return replace(self._last_report, legacy_missing_tokens=missing)
@@ -63,7 +63,7 @@ class InvariantChecker:
     def when_idle(self, has_time: bool = True) -> None:
         """Logs and repairs a violation in production; raises when strict.
 
-        Counts are compared every time, slots one by one every `FULL_CHECK_INTERVAL_S`, if there is
+        Compares counts every time, and slots one by one every `FULL_CHECK_INTERVAL_S` if there is
         time for that.
         """
         now = time.monotonic()

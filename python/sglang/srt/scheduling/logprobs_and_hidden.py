@@ -1,4 +1,4 @@
-"""Log-probabilities and hidden states: which a step is asked for, and which request gets which."""
+"""Log-probabilities and hidden states: asks a step for them and hands them to its requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LogprobsAndHiddenPlan:
-    """Collects, request by request in the order of the batch, of which rows the step returns
-    log-probabilities and hidden states."""
+    """Collects the rows whose log-probabilities and hidden states a step returns, request by
+    request in the order of the batch."""
 
     hidden_rows: list[RowRef] = field(default_factory=list)
     _num_requests: int = 0
@@ -39,7 +39,7 @@ class LogprobsAndHiddenPlan:
         return num_scored, num_hidden
 
     def logprob_plan(self) -> LogprobPlan | None:
-        """None when none are wanted."""
+        """Returns the plan; None when no log-probabilities are wanted."""
         if not self._emitting and not self._prompt_rows:
             return None
         return LogprobPlan(
@@ -53,7 +53,8 @@ class LogprobsAndHiddenPlan:
         )
 
     def _add_scores(self, req: Req, num_prompt_rows: int) -> int:
-        """Prompt rows of this chunk whose next token is to be scored and has not been."""
+        """Adds the prompt rows of this chunk whose next token must be scored and has not been
+        yet."""
         options = req.logprobs
         if options is None or req.num_scored >= req.num_prompt_scores:
             return 0
@@ -70,9 +71,11 @@ class LogprobsAndHiddenPlan:
         return count
 
     def _add_hidden(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> int:
-        """Rows whose hidden states are wanted: each position once, or the last one of the step.
+        """Adds rows whose hidden states are wanted: each position once, or the last one of the
+        step.
 
-        Of a decode step all rows that may be kept are asked for; how many are is not known yet.
+        In a decode step these are all rows that may be kept, since the number kept is not known
+        yet.
         """
         if req.hidden_states == "none":
             return 0
@@ -96,7 +99,7 @@ class LogprobsAndHiddenReader:
         self._next_emitted = self._next_prompt = self._next_hidden = 0
 
     def take_prompt_logprobs(self, req: Req, num_scored: int) -> list[PositionLogprobs]:
-        """Logprobs of the request's next `num_scored` prompt positions."""
+        """Returns the logprobs of the request's next `num_scored` prompt positions."""
         if not num_scored or self._prompts is None or req.logprobs is None:
             return []
         first = req.logprobs.start_len + 1 + req.num_scores_read
@@ -107,7 +110,7 @@ class LogprobsAndHiddenReader:
         return positions_logprobs(self._prompts, start, targets, req.logprobs)
 
     def take_output_logprobs(self, req: Req, tokens: list[int]) -> list[PositionLogprobs]:
-        """Logprobs of the tokens that an emitting request accepted."""
+        """Returns the logprobs of the tokens that an emitting request accepted."""
         if self._emitted is None or req.logprobs is None:
             return []
         first = self._next_emitted
@@ -115,8 +118,9 @@ class LogprobsAndHiddenReader:
         return positions_logprobs(self._emitted, first, tokens, req.logprobs)
 
     def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> list[bytes]:
-        """Hidden states of the rows that the step kept of a request. Of those that it wants only to
-        know what tokens were drawn from: all, where each gave a token, or else the last one."""
+        """Returns hidden states of the rows that the step kept of a request: all of them, or the
+        last one if it wants only those that tokens were drawn from and not every row gave a
+        token."""
         start = self._next_hidden
         self._next_hidden += row.num_hidden
         if row.ends_prompt or not row.emits:
@@ -131,8 +135,8 @@ class LogprobsAndHiddenReader:
 def positions_logprobs(
     values: HostLogprobs, start: int, token_ids: list[int], options: LogprobOptions
 ) -> list[PositionLogprobs]:
-    """The answers at the positions of these tokens, the first of which is `start`, cut down to what
-    their request wants."""
+    """Returns the answers at the positions of these tokens, from position `start` on, reduced to
+    those that their request wants."""
     part = slice(start, start + len(token_ids))
     columns = (
         token_ids,
@@ -146,7 +150,7 @@ def positions_logprobs(
 
 
 def _columns(rows: list[list[T]], count: int) -> list[list[T]]:
-    """The first rows, all of one length."""
+    """Cuts all rows, which have one length, to their first `count` entries."""
     return [row[:count] for row in rows] if rows and len(rows[0]) > count else rows
 
 

@@ -1,5 +1,5 @@
-"""Decides how many prompt tokens a step feeds: all that fit, or as many as keep it short for those
-who decode in it. Goes by prices of steps and the times that it hears of; reads no clock."""
+"""Decides how many prompt tokens a step feeds: all that fit, or as many as keep the step short for
+its decodes. It goes by prices of steps and by the times that it is told; it reads no clock."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import NamedTuple, Protocol
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk
 
-# However long the step gets, this many prompt tokens are fed in it, so that every prompt ends some
-# time. Up to this many rows a GPU's matrix products are bound by reading the weights: they cost
-# next to nothing beside the decodes.
+# A step feeds at least this many prompt tokens, however long it gets, so that every prompt is read
+# some time. Up to this many rows a GPU's matrix products are bound by reading the weights, so they
+# cost next to nothing beside the decodes.
 MIN_PROMPT_TOKENS = 128
-# What steps take, over their price, is followed quickly upwards and slowly downwards: by these
-# shares of the difference in each step. A step that took longer than MAX_EXCESS met something that
-# the next ones will not meet.
+# The estimate of time / price follows each step by these shares of the difference: quickly upwards,
+# slowly downwards. Ratios are bounded: a step that took far longer was disturbed, and the next ones
+# will not be.
 EXCESS_RISE, EXCESS_FALL = 0.5, 0.1
 MIN_EXCESS, MAX_EXCESS = 0.8, 2.0
-PRICE_MARGIN = 1.05  # steps of the same price do not all take the same
-# Of what the bound leaves beside the decodes, the share up to which further prompts come along with
-# the first one of a step. So prompts begin to decode one after the other, and end so: in a closed
-# loop as many come in a step as end in one. All at once would end at once.
+PRICE_MARGIN = 1.05  # steps of the same price differ in time
+# Share of the time left by the decodes within the bound that further prompts of a step may use. So
+# prompts begin to decode one after the other and end one after the other, and in a closed loop a
+# step admits as many as end in it. If all began at once, all would end at once.
 SHARE_OF_OTHERS = 1 / 3
 # A GPU computes products of many rows in tiles of this size; part of a tile costs as much as all.
 ROW_TILE = 128
 
 
 class DecodeLoad(NamedTuple):
-    """The requests of a step that feed no prompt. What depends on results that the host has not
-    read is an upper bound.
+    """The requests of a step that feed no prompt. Numbers that depend on unread results are upper
+    bounds.
 
     Attributes:
         num_reqs: requests.
@@ -48,11 +48,12 @@ class DecodeLoad(NamedTuple):
 
 
 class PromptAllowance:
-    """The prompt tokens that one step may feed. Is asked and told prompt by prompt.
+    """The prompt tokens that one step may feed. The planner asks `room_for` and then tells `take`,
+    prompt by prompt.
 
     Args:
         max_tokens: prompt tokens, at most.
-        step: what limits their cost; None for nothing.
+        step: limits their cost; None: no limit.
 
     Attributes:
         num_taken: prompt tokens that the step feeds.
@@ -86,7 +87,7 @@ class PromptAllowance:
         return None if self._step is None or self.num_taken == 0 else self._step.price_ms
 
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
-        """The step feeds `count` tokens of a prompt from `position` on."""
+        """Notes that the step feeds `count` tokens of a prompt from `position` on."""
         self.num_taken += count
         if self._step is not None:
             self._step.add(position, count, num_lookahead)
@@ -96,19 +97,19 @@ class PromptBudget(Protocol):
     """Decides how many prompt tokens each step feeds."""
 
     def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
-        """Says what a step with these decodes may feed; at least one token.
+        """Returns the allowance of a step with these decodes; at least one token.
 
         Args:
             someone_streams: whether a running or waiting request streams.
         """
 
     def observe(self, price_ms: float, took_ms: float) -> None:
-        """Hears what a step took whose allowance had a price."""
+        """Learns the time of a step whose allowance had a price."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedBudget:
-    """The same number in every step."""
+    """Allows the same number in every step."""
 
     max_tokens: int
 
@@ -116,17 +117,17 @@ class FixedBudget:
         return PromptAllowance(self.max_tokens)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
-        """A fixed number goes by no prices."""
+        """Does nothing: a fixed number needs no prices."""
 
 
 class BoundedBudget:
-    """Gives `max_tokens` where no client would see a gap between tokens; otherwise to the first
-    prompt as many as keep the step within `max_step_ms`, and to those that come along with it up to
-    SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where no request decodes, the first prompt has
-    no bound.
+    """Gives `max_tokens` where no client would see a gap between tokens. Otherwise the first prompt
+    gets as many as keep the step within `max_step_ms`, further ones share SHARE_OF_OTHERS of the
+    time, and all together at least MIN_PROMPT_TOKENS. Where no request decodes, the first prompt
+    has no bound.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
-    what steps take is compared with what they were expected to cost.
+    the bound is corrected by the ratio of measured times to prices.
 
     Args:
         for_streams_alone: the bound holds only while a request streams. If not, always.
@@ -177,8 +178,8 @@ def make_budget(
 
 
 class Rung(NamedTuple):
-    """Steps of more than `below` rows and up to `num_rows`: from `first_ms` on the price goes up to
-    `last_ms` in a straight line, without KV and logits."""
+    """Steps of more than `below` rows and up to `num_rows`: their price, without KV and logits,
+    rises from `first_ms` to `last_ms` in a straight line."""
 
     below: int
     num_rows: int
@@ -197,8 +198,9 @@ class Ladders:
         self._by_requests: dict[int, list[Rung]] = {}
 
     def of(self, num_reqs: int) -> list[Rung]:
-        """Ascending, one for each of `sizes`. A prompt's chunk is taken to be wider than steps of
-        decodes: those of a few rows may replay a graph of such steps, which costs no more."""
+        """Returns the rungs, ascending, one for each of `sizes`. A prompt's chunk is priced as
+        wider than any decode: a chunk of a few rows may replay a graph of decodes, which costs no
+        more."""
         rungs = self._by_requests.get(num_reqs)
         if rungs is None:
             rungs = self._by_requests[num_reqs] = self._rungs(num_reqs)
@@ -217,8 +219,8 @@ class BoundedStep:
     """The cost of a step while prompts are added to it.
 
     Args:
-        max_ms: what it may cost.
-        others_ms: what it may cost with prompts that come along with the first one.
+        max_ms: limit of its cost.
+        others_ms: limit of its cost when further prompts come along with the first one.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ class BoundedStep:
         self._num_read = decodes.num_read
 
     def add(self, position: int, count: int, num_lookahead: int) -> None:
-        """Adds a prompt's next tokens and what looks ahead of them."""
+        """Adds a prompt's next tokens and the look-ahead rows after them."""
         num_rows = count + num_lookahead
         self._num_reqs += 1
         self._num_rows += num_rows
@@ -245,14 +247,14 @@ class BoundedStep:
 
     @property
     def price_ms(self) -> float:
-        """Returns the price of the step as it is, in ms."""
+        """Returns the price of the step so far, in ms."""
         prices, widest = self._ladders.prices, self._ladders.sizes[-1]
         rows_ms = prices.rows_ms(self._num_reqs, widest, self._num_rows)
         return rows_ms + prices.head.at(self._num_read) + self._attention_ms
 
     def room_for(self, position: int, most: int, num_lookahead: int, comes_along: bool) -> int:
-        """The most tokens, up to `most`, with which the step costs no more than it may. Of more
-        than fit the end of a tile, or of the graph before, may be the better place to stop."""
+        """Returns the most tokens, up to `most`, with which the step costs no more than it may. If
+        not all fit, the end of a tile, or of a smaller graph, may be the better place to stop."""
         max_ms = self._others_ms if comes_along else self._max_ms
         rungs = self._ladders.of(self._num_reqs + 1)
         others = self._num_rows + num_lookahead
@@ -283,8 +285,8 @@ class _Offer:
 
     Attributes:
         others: rows of the step beside these tokens.
-        left_ms: what rows and the prompt's attention may cost.
-        other_ms: what the step costs beside that.
+        left_ms: limit of the cost of rows and of the prompt's attention.
+        other_ms: cost of the rest of the step.
     """
 
     position: int
@@ -304,8 +306,8 @@ class _Offer:
         return rows_ms + self.prices.prompt_ms(chunk)
 
     def most_on(self, rung: Rung, most: int) -> int:
-        """The most tokens with which the step is on this rung and costs no more than it may; 0 if
-        it would always cost more."""
+        """Returns the most tokens with which the step is on this rung and costs no more than it
+        may; 0 if it would always cost more."""
         high = min(rung.num_rows - self.others, most)
         low = max(rung.below - self.others, 0) + 1
         if self.cost_ms(high, rung) <= self.left_ms:
@@ -321,7 +323,8 @@ class _Offer:
         return low
 
     def whole_tiles(self, rung: Rung, count: int) -> int:
-        """`count`, or fewer on the same rung so that the last tile of the step's rows is full."""
+        """Returns `count`, or fewer on the same rung so that the last tile of the step's rows is
+        full."""
         fewer = count - (self.others + count) % ROW_TILE
         return fewer if fewer > max(rung.below - self.others, 0) else count
 

@@ -1,4 +1,5 @@
-"""A request as the scheduler sees it (`Req`), and a step that is launched and not read yet."""
+"""A request in the scheduler (`Req`), and a step that is launched and not read yet
+(`LaunchedStep`)."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ HiddenStates = Literal["none", "all", "last"]
 class Req:
     """A request from its arrival to its last output.
 
-    Holds what the host knows. For a value that steps in flight change there is an upper bound.
+    Holds what the host knows. Where steps in flight change a value, it holds an upper bound.
 
     Attributes:
         committed: tokens with KV, by the last result read.
         committed_bound: the most that `committed` can be once all launched steps are read; exact
             while the request is prefilling.
         stop_finder: looks for stop strings in the output; None without any.
-        fill_ids: prompt and output at the last admission: what prefill has to feed.
+        fill_ids: prompt and output at the last admission, which prefill feeds.
         streams: its client gets tokens as they come.
         num_inflight, num_inflight_emits: launched, unread steps with this request, and how many
             of them emit.
@@ -37,13 +38,13 @@ class Req:
         num_hidden: positions whose hidden states have been read.
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_proposed_drafts, accept_histogram: see `ReqOutput`.
-        num_sent, was_reported: output tokens that the client has been told of; whether it has
-            heard of the request at all.
+        num_sent, was_reported: output tokens sent to the client; whether anything was sent.
         weight_spans: labels of the weights that generated the output, each with the index of its
             first token.
-        spans_were_sent: whether the client knows them.
-        grammar: what its output must match; None for anything.
-        must_finish: a drain or a weight update waits for its end, so it may always start again.
+        spans_were_sent: whether the client has got `weight_spans`.
+        grammar: the grammar of its output; None: any output.
+        must_finish: a drain or a weight update waits for its end, so it may start again even if no
+            other request may.
     """
 
     req_id: int
@@ -93,8 +94,8 @@ class Req:
 
     @property
     def can_step(self) -> bool:
-        """Tells whether nothing but a place is missing: its grammar is compiled, and what a step
-        has asked it is answered. Of a step that it sat out the host knows only then what was kept.
+        """Tells whether it needs nothing but a place: its grammar is compiled and has answered the
+        last step. After a step that it sat out the host knows only then how many rows were kept.
         """
         grammar = self.grammar
         if grammar is None:
@@ -113,20 +114,20 @@ class Req:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Tells whether the steps in flight end it: they reach max_new_tokens even at one token
-        each."""
+        """Tells whether the steps in flight end it: it reaches max_new_tokens even if each gives
+        one token."""
         return self.num_inflight_emits >= max(self.num_remaining, 1)
 
     @property
     def num_prompt_scores(self) -> int:
-        """Prompt positions that are scored: all after the first one wanted, which has nothing
-        before it."""
+        """Prompt positions that are scored: all that are wanted but the first."""
         return 0 if self.logprobs is None else len(self.input_ids) - 1 - self.logprobs.start_len
 
     @property
     def max_cached_tokens(self) -> int:
         """The longest cached prefix that may be used, in tokens. The last token must be fed, and so
-        must a position whose logits or hidden state are still wanted: the cache holds only KV."""
+        must each position whose logits or hidden state are still wanted, since the cache holds only
+        KV."""
         limit = len(self.input_ids) + len(self.output_ids) - 1
         if self.logprobs is not None and self.num_scored < self.num_prompt_scores:
             limit = min(limit, self.logprobs.start_len + self.num_scored)
@@ -135,7 +136,7 @@ class Req:
         return limit
 
     def begin_weight_span(self, weight_version: str) -> None:
-        """From its next token on the output comes from these weights."""
+        """Notes that the output comes from these weights, from its next token on."""
         start = len(self.output_ids)
         if self.weight_spans and self.weight_spans[-1][1] == start:
             self.weight_spans.pop()
@@ -144,20 +145,20 @@ class Req:
         self.spans_were_sent = False
 
     def count_drafts(self, num_drafts: int, num_confirmed: int) -> None:
-        """A step has verified drafts, at least one."""
+        """Counts the drafts of a step that verified at least one."""
         self.num_proposed_drafts += num_drafts
         missing = num_confirmed + 1 - len(self.accept_histogram)
         self.accept_histogram += [0] * missing
         self.accept_histogram[num_confirmed] += 1
 
     def add_hidden(self, states: list[bytes]) -> None:
-        """Takes in hidden states of the next positions."""
+        """Adds the hidden states of the next positions."""
         self.hidden_news += states
         self.num_hidden += len(states)
 
     def drop_hidden_past_output(self) -> None:
-        """Drops states of rows that a step kept past the stop: each token but the last has one, and
-        each token of the output was drawn from one."""
+        """Drops hidden states of rows that a step kept past the stop. One state stays for each
+        token but the last (`all`), or for each output token (`last`)."""
         wanted = max(1, len(self.output_ids))
         if self.hidden_states == "all":
             wanted += len(self.input_ids) - 1
@@ -177,10 +178,10 @@ class LaunchedRow:
     """A request's part in a launched step.
 
     Attributes:
-        max_kept: what the launch added to `committed_bound`.
+        max_kept: the increase of `committed_bound` at launch.
         ends_prompt: the step feeds the last prompt token.
-        num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it.
-            Of hidden states of a decode step only those of kept rows count.
+        num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it. In a
+            decode step only hidden states of kept rows count.
     """
 
     req: Req
@@ -200,7 +201,7 @@ class LaunchedStep:
     """A step whose result is not read yet.
 
     Attributes:
-        price_ms: what it was expected to cost; None if not asked.
+        price_ms: its expected time; None if it was not priced.
     """
 
     rows: list[LaunchedRow]

@@ -4,7 +4,7 @@
                  ^                   |
                  +----- retract -----+          abort: from any state to finish
 
-Nothing else moves requests between states or changes who owns pages.
+Nothing else moves requests between states or changes the owner of pages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sglang.srt.step.worker import EndedText
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCounts:
-    """Counts what has happened to requests: `num_ended` counts the aborted ones too, and
-    `num_ended_by_grammars` those whose grammar had a problem."""
+    """Counts of requests: `num_ended` includes the aborted ones, `num_ended_by_grammars` are those
+    whose grammar had a problem."""
 
     num_ended: int = 0
     num_aborted: int = 0
@@ -36,16 +36,16 @@ class RequestLifecycle:
     """The requests of one scheduler.
 
     Args:
-        release_audit: is told what became of a request's KV slots.
-        weight_version: label of the weights at first.
+        release_audit: gets a report of a request's KV slots after each release.
+        weight_version: first label of the weights.
         clock: seconds, for the time that requests wait.
 
     Attributes:
-        waiting: not running; retracted ones first, then by arrival.
-        running: have a row and KV.
+        waiting: requests without KV; retracted ones first, then by arrival.
+        running: requests with a row and KV.
         num_streams: requests, waiting or running, that stream.
         weight_version: the clients' label of the weights.
-        counts: what has happened to requests since the start.
+        counts: counts of requests since the start.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RequestLifecycle:
 
     @property
     def awaits_finish(self) -> bool:
-        """Tells whether a request is alive of those that `mark_to_finish` has named."""
+        """Tells whether a request that `mark_to_finish` has marked has not ended yet."""
         return any(req.must_finish for req in (*self.running, *self.waiting))
 
     @property
@@ -105,7 +105,8 @@ class RequestLifecycle:
 
     @property
     def awaits_grammars(self) -> bool:
-        """Tells whether a request may go on without a message, once its grammar is ready."""
+        """Tells whether a request waits only for its grammar, and so may go on without a
+        message."""
         return self._has_unready or any(not req.can_step for req in self.running)
 
     @property
@@ -113,7 +114,7 @@ class RequestLifecycle:
         return not (self.waiting or self.running or self._ending)
 
     def owners(self) -> Iterator[RequestKV]:
-        """KV of every request that has some, the ending ones included."""
+        """Yields the KV of every request that has some, the ending ones included."""
         for req in (*self.running, *self._ending):
             if req.kv is not None:
                 yield req.kv
@@ -125,13 +126,13 @@ class RequestLifecycle:
         self._add_waiting(req, len(self.waiting))
 
     def set_weight_version(self, weight_version: str) -> None:
-        """Labels all tokens that come from here on. Only without a step in flight."""
+        """Labels all tokens from now on. Call it only without a step in flight."""
         self.weight_version = weight_version
         for req in (*self.running, *self.waiting):
             req.begin_weight_span(weight_version)
 
     def admit(self, req: Req) -> None:
-        """Waiting to running: a row, the cached prefix, nothing computed yet."""
+        """Moves a request from waiting to running: it gets a row and its cached prefix."""
         self.waiting.remove(req)
         req.fill_ids = req.known_ids
         req.kv = self.ledger.admit(req.namespace, req.fill_ids[: req.max_cached_tokens + 1])
@@ -145,8 +146,9 @@ class RequestLifecycle:
         self.running.append(req)
 
     def retract(self, req: Req) -> None:
-        """Running to waiting, ahead of the never admitted; no private slot stays. Only without a
-        step in flight: then all its tokens are known and prefill can feed them again."""
+        """Moves a request from running to waiting, ahead of those never admitted; it keeps no
+        private slot. Call it only without a step in flight: then all its tokens are known and can
+        be fed again."""
         if req.num_inflight:
             raise RuntimeError(f"Request {req.rid!r} was retracted with a step in flight.")
         self._release(req, insert=False)
@@ -164,7 +166,8 @@ class RequestLifecycle:
         self._add_waiting(req, place)
 
     def mark_to_finish(self, waiting_too: bool) -> None:
-        """Running requests, and waiting ones that have run, are to finish before others start."""
+        """Marks running requests, and waiting ones that have run: they finish before others
+        start."""
         for req in (*self.running, *self.waiting):
             req.must_finish |= req.kv is not None or (waiting_too and req.was_admitted)
 
@@ -173,13 +176,14 @@ class RequestLifecycle:
             req.must_finish = False
 
     def retract_all(self) -> None:
-        """Every running request waits, without KV. Only without a step in flight."""
+        """Retracts every running request. Call it only without a step in flight."""
         for req in list(self.running):
             self.retract(req)
             req.must_finish = False
 
     def finish(self, req: Req, reason: FinishReason) -> None:
-        """Ends a request. Its KV is released when no launched step names it any more."""
+        """Ends a request. Its KV is released once all launched steps that name it have been
+        read."""
         req.finish_reason = reason
         self.num_streams -= req.streams
         if req.grammar is not None:
@@ -212,7 +216,7 @@ class RequestLifecycle:
         self._release(req, insert=req.finish_reason.type != "abort")
 
     def take_ended_texts(self) -> list[EndedText]:
-        """Texts of requests that have ended since this was called last, for the next step."""
+        """Returns the texts of requests that have ended since the last call, for the next step."""
         taken, self._ended_texts = self._ended_texts, []
         return taken
 
@@ -222,7 +226,8 @@ class RequestLifecycle:
             self._unready.add(req)
 
     def _release(self, req: Req, insert: bool) -> None:
-        """Gives KV and row back; `insert` keeps the committed tokens, up to the stop, cached."""
+        """Gives KV and row back. With `insert` the committed tokens, up to the stop, go to the
+        prefix cache."""
         kv = req.kv
         if kv is None:
             raise RuntimeError(f"KV of request {req.rid!r} was released twice.")

@@ -1,4 +1,4 @@
-"""Decides which requests run: order of the queue, admission by KV budget, choice of whom to
+"""Decides which requests run: order of the queue, admission by KV budget, choice of the request to
 retract."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_LPM_QUEUE = 128
 class NewTokenRatio:
     """Share of max_new_tokens that admission sets aside for each running request.
 
-    It falls while nothing is retracted, and jumps up after a retraction to what the running
+    It falls while nothing is retracted. After a retraction it jumps to the share that the running
     requests really used. The constants are SGLang's published defaults.
     """
 
@@ -33,7 +33,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._floor)
 
     def on_retract(self, remaining: list[Req]) -> None:
-        """`remaining` are the requests that still run."""
+        """Raises the share after a retraction; `remaining` are the requests that still run."""
         wished = sum(req.params.max_new_tokens for req in remaining)
         used = sum(len(req.output_ids) + RETRACT_LOOKAHEAD_STEPS for req in remaining)
         self.value = min(1.0, used / wished) if wished else self.initial
@@ -50,25 +50,25 @@ class AdmissionPolicy:
     ratio: NewTokenRatio
 
     def fits(self, req: Req, running: list[Req], num_freed: int = 0) -> bool:
-        """Tells whether there is room once `num_freed` slots more are free; below 0, -num_freed
-        slots are kept for others. A request alone always fits: larger ones are refused on
-        arrival."""
+        """Tells whether there is room with `num_freed` more free slots; if that is negative,
+        -num_freed slots are kept for others. A request alone always fits: larger ones are refused
+        on arrival."""
         if not running:
             return True
         set_aside = sum(self._still_needed(other) for other in running)
         return set_aside + self.needed(req) <= self.ledger.num_available_tokens + num_freed
 
     def needed(self, req: Req) -> int:
-        """Slots that a waiting request is expected to take."""
+        """Returns the slots that a waiting request is expected to take."""
         tokens = req.known_ids
-        # What others have locked of a cached prefix costs nothing. The rest counts as available
-        # until it is locked, so it costs as much as new slots.
+        # The part of a cached prefix that others have locked costs nothing. The rest counts as
+        # available until it is locked, so it costs as much as new slots.
         cacheable = tokens[: req.max_cached_tokens + 1]
         _, num_already_locked = self.ledger.cached_prefix(req.namespace, cacheable)
         return len(tokens) - num_already_locked + self._growth(req)
 
     def _still_needed(self, req: Req) -> int:
-        """Slots that a running request is expected to take beyond those it has."""
+        """Returns the slots that a running request is expected to take beyond those it has."""
         num_pages = len(req.kv.pages) if req.kv is not None else 0
         owned = num_pages * self.ledger.page_size
         expected = max(len(req.fill_ids), req.committed_bound) + self._growth(req)
@@ -101,15 +101,16 @@ def order_waiting(waiting: list[Req], policy: str, ledger: KVLedger) -> list[Req
 
 
 def preemptible(running: list[Req], priority: int, threshold: int) -> list[Req]:
-    """Whom a request of `priority` may push aside, in this order: those whose priority is lower by
-    more than `threshold`, the least first; among equals the one with the least output to redo."""
+    """Returns the requests that one of `priority` may push aside, in this order: those whose
+    priority is lower by more than `threshold`, the lowest first; among equals the one with the
+    least output to redo."""
     lower = [req for req in running if req.priority + threshold < priority]
     return sorted(lower, key=lambda req: (req.priority, len(req.output_ids)))
 
 
 def choose_victim(running: list[Req]) -> Req:
-    """Whom to retract: of the least priority the one with the least output to redo, the longest
-    prompt among those."""
+    """Chooses the request to retract: of the lowest priority the one with the least output to redo;
+    among those the one with the longest prompt."""
 
     def cost(req: Req) -> tuple[int, int, int, int]:
         return req.priority, len(req.output_ids), -len(req.input_ids), -req.arrival

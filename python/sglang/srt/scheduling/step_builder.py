@@ -14,18 +14,18 @@ from sglang.srt.scheduling.prompt_budget import PromptAllowance
 from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.step.worker import EndedText, NewRow, ScheduleBatch
 
-# Of a step's prompt tokens, the share that is kept for prompts that end in it while a longer one is
-# read: that one takes a third longer at most, and short ones do not wait for it.
+# Share of a step's prompt tokens that is kept, while a long prompt is read, for prompts that end in
+# the step. The long one takes a third longer at most, and short ones do not wait for it.
 ENDING_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step to launch: what the worker gets, and what the scheduler remembers of it.
+    """A step to launch: the batch for the worker, and the rows that the scheduler remembers.
 
     Attributes:
-        price_ms: what it is expected to cost; None where the budget of prompts asked for no prices,
-            or what it returns of prompts costs more, which no price knows.
+        price_ms: its expected time; None where the budget of prompts needs no prices, or where the
+            step returns log-probabilities or hidden states of prompts, which have no price.
     """
 
     batch: ScheduleBatch
@@ -70,8 +70,8 @@ class StepBuilder:
         self._added.append(_Added(req, num_prompt, q_len, max_kept, emits))
 
     def build(self, table_writes: PageTableWrites, ended_texts: list[EndedText]) -> PlannedStep:
-        """The step of all requests added. Those that feed a prompt come first: how many rows they
-        feed is known to the host, so that is where they begin."""
+        """Builds the step of all requests added. Those that feed a prompt come first: the host
+        knows how many rows they feed, and so where they begin."""
         added = sorted(self._added, key=lambda entry: entry.num_prompt == 0)
         wanted, launched = LogprobsAndHiddenPlan(), list[LaunchedRow]()
         rows, new_rows, kv_bounds = list[int](), list[NewRow](), list[int]()
@@ -106,15 +106,15 @@ class StepBuilder:
 
 
 class PromptFeed:
-    """Adds prompts to a step in their order, all after the first as far as they may come along
-    (`PromptAllowance.room_for`). One that cannot end in the step is held back: those
-    after it that can end get ENDING_SHARE of the step's prompt tokens, and it gets all the rest.
-    For one that could end if it had more than this share, the share is saved from step to step.
+    """Adds prompts to a step in their order, further ones within their allowance (`comes_along` of
+    `PromptAllowance.room_for`). A prompt that cannot end in the step is held back: later ones that
+    can end get ENDING_SHARE of the step's prompt tokens, and it gets the rest. If a later one could
+    end with more than this share, the share is saved for it from step to step.
 
     Args:
         allowance: of the step.
-        splits_prompts: whether a prompt may be fed in parts; if not, none is held back.
-        num_saved: tokens of the shares of the steps before.
+        splits_prompts: prompts may be fed in parts; if not, none is held back.
+        num_saved: tokens saved in the steps before.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PromptFeed:
 
     @property
     def num_for_newcomer(self) -> int | None:
-        """The most tokens that a prompt may have to be read from now on; None for any number."""
+        """Limit of the tokens that a prompt added from now on may feed; None: no limit."""
         if self._held is not None:
             return 0 if self._saves else self._num_for_ending
         comes_along = self._allowance.num_taken > 0
@@ -145,12 +145,12 @@ class PromptFeed:
 
     @property
     def num_saved(self) -> int:
-        """Tokens of the share that are kept for the next step."""
+        """Tokens of the share that are saved for the next step."""
         return self._num_for_ending if self._saves else 0
 
     def saves_for(self, req: Req, position: int, num_left: int) -> bool:
-        """Saves for a prompt that the share is too small for, if it could end in this step. From
-        then on no prompt gets any of the share: it would never be enough."""
+        """Saves the share for a prompt that needs more, if the whole step could feed it to its end.
+        From then on no prompt gets any of the share, or it would never be enough."""
         room = self._allowance.room_for(position, num_left, req.width.lookahead_rows)
         self._saves = self._saves or room == num_left
         return self._saves

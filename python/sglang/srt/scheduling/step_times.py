@@ -1,4 +1,4 @@
-"""Times of steps on the device, as the host sees them."""
+"""Times of steps on the device, seen by the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class StepTimes:
         self._last_end_s: float | None = None
 
     def wait_for(self, step: GenerationBatchResult) -> float | None:
-        """Waits for a step, with the next one in flight. Returns the seconds that the device took
-        for it; None where the host came too late to see when it, or the one before it, ended."""
+        """Waits for a step while the next one is in flight. Returns the seconds that the device
+        took for it; None if the host came too late to see the end of this step or of the one
+        before."""
         was_ready = step.is_ready
         step.wait()
         last_end_s, self._last_end_s = self._last_end_s, None if was_ready else self._clock()
@@ -29,5 +30,5 @@ class StepTimes:
         return self._last_end_s - last_end_s
 
     def forget(self) -> None:
-        """Forgets the last step: nothing is in flight, so the next one begins later."""
+        """Forgets the end of the last step: with nothing in flight the next one begins later."""
         self._last_end_s = None

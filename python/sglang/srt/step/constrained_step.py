@@ -1,5 +1,5 @@
-"""A step whose tokens are restricted: the question about its drafts, and what becomes of requests
-whose answer is late."""
+"""A step whose tokens are restricted: it asks about its drafts, and shortens requests whose answer
+is late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class DraftedCopy:
         self._copy = HostCopy(parts)
 
     def read(self, requests: Sequence[int]) -> list[DraftedTokens]:
-        """Those of `requests`. Waits until the step is laid out, not for its forward pass."""
+        """Reads the drafts of `requests`. Waits until the step is laid out, not for its forward
+        pass."""
         per_request, *more = self._copy.read()
         starts = per_request[READ_START].tolist()
         if not more:
@@ -43,8 +44,8 @@ class DraftedCopy:
 
 
 class ConstraintQuestion:
-    """Asks a step's constraint: on a CPU before the forward pass, which takes the thread; elsewhere
-    after its launch, since the step before may not be done."""
+    """Asks a step's constraint: on a CPU before the forward pass, which occupies the thread;
+    elsewhere after its launch, since the step before may still run."""
 
     def __init__(self, constraint: TokenConstraint, layout: RowLayout) -> None:
         self._constraint = constraint
@@ -53,7 +54,7 @@ class ConstraintQuestion:
             self._ask()
 
     def answer(self, logits: torch.Tensor) -> AllowedTokens:
-        """Returns what is allowed; logits [S, V] are all that the forward pass computes."""
+        """Returns the allowed tokens; logits [S, V] are those of the forward pass."""
         is_computed = when_computed(logits)
         self._ask()
         return self._constraint.allowed(is_computed)
@@ -66,14 +67,14 @@ class ConstraintQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ShortenedRows:
-    """Requests of a step that get less than it has found (`AllowedTokens.most`).
+    """Requests of a step that get fewer tokens than the step found (`AllowedTokens.most`).
 
     Attributes:
         requests: [H] int64; their indices among the R.
         rows: [H] int64; rows of the request-to-token table.
         most: [H] int64; tokens that each gets at most.
-        most_kept: [H] int64; rows that each keeps at most: of a prompt that gets no token all but
-            the last one, which is fed again.
+        most_kept: [H] int64; rows that each keeps at most. A prompt that gets no token keeps all
+            but the last, which is fed again.
     """
 
     requests: torch.Tensor
@@ -83,7 +84,7 @@ class ShortenedRows:
 
     @classmethod
     def of(cls, most: Mapping[int, int], per_request: torch.Tensor) -> ShortenedRows | None:
-        """None if there is none.
+        """Finds them; None if there are none.
 
         Args:
             per_request: see `RowLayout`.
@@ -97,7 +98,8 @@ class ShortenedRows:
         return cls(requests, per_request[ROW][requests], tokens, most_kept)
 
     def shorten(self, accepted: AcceptedTokens) -> AcceptedTokens:
-        """Returns what all requests get then; drafts that these verified do not count."""
+        """Returns the tokens that all requests get then; drafts verified by the shortened ones do
+        not count."""
         requests = self.requests
         accept_lens, kept_lens = accepted.accept_lens.clone(), accepted.kept_lens.clone()
         accept_lens[requests] = torch.minimum(accept_lens[requests], self.most)
@@ -112,8 +114,8 @@ class ShortenedRows:
     def take_back(
         self, accepted: AcceptedTokens, shortened: AcceptedTokens, state: RequestRows
     ) -> None:
-        """Moves watermarks back to where `shortened` has them; after them is the token that is
-        certain, and no draft."""
+        """Moves watermarks back to those of `shortened`. The certain token alone is pending then,
+        without drafts."""
         excess = (accepted.kept_lens - shortened.kept_lens)[self.requests]
         committed = state.committed[self.rows] - excess
         state.committed[self.rows] = committed

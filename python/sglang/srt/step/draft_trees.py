@@ -13,7 +13,7 @@ class DraftTrees:
 
     Attributes:
         parents: [N, P] int32; the node that each follows, -1 for the root.
-        depths: [N, P] int64; nodes above each: it stands at position committed + depth.
+        depths: [N, P] int64; nodes above each, whose position is committed + depth.
         ancestors: [N, P] int64; bit j is set if node j is above the node or the node itself.
 
     Args:
@@ -28,11 +28,11 @@ class DraftTrees:
         self.ancestors = torch.ones(shape, dtype=torch.int64, device=device)
 
     def write(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
-        """The trees of `rows` [R].
+        """Writes the trees of `rows` [R].
 
         Args:
-            parents: [R, D] int32; of the nodes 1 to D, each less than the node's own number. What
-                is said of nodes that a request does not have must keep to that too.
+            parents: [R, D] int32; parents of the nodes 1 to D, each less than the node's own
+                number. This holds also for nodes that a request does not have.
         """
         num_drafts = parents.shape[1]
         nodes = torch.arange(num_drafts + 1, device=rows.device)

@@ -1,4 +1,4 @@
-"""From the scheduler's step to a forward batch: everything by gathers over device rows."""
+"""Makes a forward batch of the scheduler's step, by gathers over device rows alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_forward_batch(
 def forward_batch_of(
     batch: ScheduleBatch, counts: StepCounts, layout: RowLayout, bounds_are_exact: bool = False
 ) -> ForwardBatch:
-    """The T rows of a step that is laid out."""
+    """Makes the batch of the T rows of a step that is laid out."""
     q_lens, lookahead = counts.q_lens, layout.lookahead
     trimmed = zip(batch.kv_len_upper_bounds, batch.max_q_lens, q_lens, strict=True)
     return ForwardBatch(
@@ -65,7 +65,7 @@ def _may_skip_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
 
 
 def row_indices(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:
-    """Indices among the T rows of a step; an offset past a request's last row gives the last.
+    """Finds rows among the T of a step; an offset past a request's last row gives the last.
 
     Returns:
         [len(refs)] int64.

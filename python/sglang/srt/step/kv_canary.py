@@ -1,4 +1,4 @@
-"""Checks, step by step, that each KV slot holds what the request that reads it takes it to hold."""
+"""Checks in every step that each KV slot holds the KV that the request reading it expects."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from sglang.srt.step.request_rows import RequestRows
 # the golden ratio (multiplicative hashing: Knuth, TAOCP volume 3, section 6.4).
 _TOKEN_FACTOR, _POSITION_FACTOR = -7046029254386353131, -4417276706812531889
 
-# What is noted of each slot.
-SUM = 0  # checksum of all tokens that its KV depends on: the token fed, and those that its row saw
+# The notes on each slot.
+SUM = 0  # checksum of all tokens that its KV depends on: the token fed and all that its row saw
 OWN = 1  # the part of the sum that is the token's
 NUM_UPDATES = 2  # how often weights had been replaced when it was written
 NUM_NOTES = 3
 
 
 class KVCanary:
-    """Notes of each slot of each pool behind a page table, whose checksum is of the token that was
-    fed there, its position, and all tokens that it follows: those before it, or the path above it
-    in a tree. Requests that share a prefix agree on the sums of its slots, and no others do.
+    """Notes on each slot of each pool of a page table. The checksum of a slot covers the token that
+    was fed there, its position, and all tokens that it follows: those before it, or the path above
+    it in a tree. Only requests that share a prefix agree on the sums of its slots.
 
-    A pool's notes are one of its tensors: whoever moves or releases KV does the same to them, and
-    whoever forgets to is found. Below the watermark a slot must have the sum of the sequence in the
-    token table. After it, where only the draft steps of one round read what they have written,
-    the sum must be that of the path that the reader sees.
+    A pool's notes are one of its tensors, so code that moves or releases KV must move and release
+    them, or is found out. Below the watermark a slot must have the sum of the sequence in the token
+    table. After it only draft steps of one round read slots that they have written; there the sum
+    must be that of the path that the reader sees.
 
-    Of a model that is fed each position's next token, the last slot of a page in a cached prefix
-    may have another next token: its publisher's. That costs acceptance of drafts and no token, so
-    it is let pass, there alone, and only if all that the slot follows is right.
+    If a model is fed each position's next token, the last slot of a page in a cached prefix may
+    have another next token, that of the request that published it. That lowers the acceptance of
+    drafts and changes no token. So the check allows it there, if all that the slot follows is
+    right.
 
     For debugging: it waits for the device in every step, and reads all KV lengths. Make it before
-    anybody asks a pool for its tensors.
+    any code asks a pool for its tensors.
 
     Args:
         state: has the token table and the watermarks.
         num_updates: says how often weights have been replaced.
-        shifts: of each pool, how many positions ahead the token is that its model is fed: 0, or 1
-            where the model is fed each position's next token.
+        shifts: for each pool, 0, or 1 where its model is fed each position's next token.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class KVCanary:
 
     @torch.inference_mode()
     def check(self, pool: int, batch: ForwardBatch) -> None:
-        """Before a forward pass over a pool: compares the slots that it reads, and notes what it
-        writes to others. The target's pass comes first after a request's admission.
+        """Before a forward pass over a pool, compares the slots that it reads and notes the tokens
+        that it writes to others. After an admission the target's pass comes first.
 
         Raises:
-            RuntimeError: if a slot does not hold what its reader takes it to hold, or a row is fed
-                at another position or written to another slot than its place says.
+            RuntimeError: if a slot does not hold the KV that its reader expects, or a row is fed at
+                a wrong position or written to a wrong slot.
         """
         admissions = self._admissions_of(batch.rows.tolist())
         steps = _Columns.of(batch, self._page_table)
@@ -116,8 +116,8 @@ class KVCanary:
         notes[written] = torch.stack((sums[steps.fed], own[steps.fed], now), dim=1)
 
     def _admissions_of(self, rows: list[int]) -> list[_Admission]:
-        """Returns the admissions of the requests of `rows`; a new one's KV so far is of its cached
-        prefix."""
+        """Returns the admissions of the requests of `rows`; the KV of a new one is that of its
+        cached prefix."""
         for row in rows:
             number = self._state.num_admitted[row]
             if self._admissions[row].number != number:
@@ -126,8 +126,8 @@ class KVCanary:
         return [self._admissions[row] for row in rows]
 
     def _own_parts(self, steps: _Columns, stored: torch.Tensor, shift: int) -> torch.Tensor:
-        """[K] int64; what each column's token adds to the sums: below the watermark that of the
-        token table, else the one noted, `stored` [K] int64."""
+        """[K] int64; the part that each column's token adds to the sums. The token is that of the
+        token table below the watermark, else the one noted, `stored` [K] int64."""
         state, rows, columns = self._state, steps.rows, steps.columns
         last = self._page_table.shape[1] - 1
         tokens = state.tokens[rows, (columns + shift).clamp(max=last)]
@@ -165,7 +165,7 @@ class _Columns:
         requests, rows, columns, slots: [K] int64.
         starts: [R] int64; place among the K of each request's first.
         num_read: [R] int64; tokens with KV from before the batch.
-        fed: [T] int64; place among the K of each row fed, padding left out.
+        fed: [T] int64; place of each fed row among the K, without padding.
     """
 
     requests: torch.Tensor
@@ -202,7 +202,8 @@ class _Columns:
         )
 
     def sums_of(self, own: torch.Tensor) -> torch.Tensor:
-        """The checksum [K] of each request's tokens up to each; own [K] int64. Modulo 2**64."""
+        """[K] int64; checksums of each request's tokens up to each one, modulo 2**64; own [K]
+        int64."""
         sums = own.cumsum(0)
         before = (sums - own)[self.starts.clamp(max=len(own) - 1)]
         return sums - before[self.requests]
@@ -232,8 +233,8 @@ class _Columns:
 @dataclass(frozen=True, slots=True)
 class _Paths:
     """The columns that each of the T rows of a batch with `ForwardBatch.ancestors` sees, among the
-    P = MAX_TREE_ROWS columns that the bits are about. Requests that have more columns from there on
-    are chains.
+    P = MAX_TREE_ROWS columns that the bits describe. Requests with more columns after the first of
+    these are chains.
 
     Attributes:
         first: [R] int64; the column of bit 0, and in chains the first that is not read.
@@ -242,7 +243,7 @@ class _Paths:
         is_read: [T, P] bool; seen, and from before the batch.
         places: [T, P] int64; among the K columns.
         before: [T] int64; place of the column before bit 0, below 0 if there is none.
-        positions: [T] int64; where each row stands: after all that it sees.
+        positions: [T] int64; of each row, after all that it sees.
     """
 
     first: torch.Tensor
@@ -280,13 +281,13 @@ class _Paths:
         """[T, P] int64: the checksum of each row's path up to each column.
 
         Args:
-            own, sums: [K] int64; what each column's token adds, and sums of chains.
+            own, sums: [K] int64; the part of each column's token, and sums of chains.
         """
         base = torch.where(self.before < 0, 0, sums[self.before])
         return base[:, None] + torch.where(self.is_seen, own[self.places], 0).cumsum(1)
 
 
 def _mixed(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[n] int64; what tokens [n] int32 or int64 at positions [n] int64 add to sums."""
+    """[n] int64; the parts that tokens [n] int32 or int64 at positions [n] int64 add to sums."""
     mixed = (tokens.to(torch.int64) + 1) * _TOKEN_FACTOR ^ (positions + 1) * _POSITION_FACTOR
     return mixed * _TOKEN_FACTOR

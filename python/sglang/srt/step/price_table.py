@@ -1,4 +1,4 @@
-"""Prices steps, from what was measured at start-up."""
+"""Prices steps from measurements at start-up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class StepShape(NamedTuple):
         num_rows: rows in all.
         num_read: rows whose logits are read.
         kv_tokens: tokens with KV of all requests that emit; each is read once.
-        row_kv: sum over the rows of these requests, prompts aside, of the tokens that each sees.
+        row_kv: sum over the rows of these requests, without prompts, of the tokens that each row
+            sees.
         prompts: the chunks of prompts that it feeds.
     """
 
@@ -54,8 +55,8 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds by size of what is not padded: linear between measured sizes; beyond the largest
-    they do not fall.
+    """Milliseconds by size, where sizes are not padded: linear between measured sizes, never
+    falling beyond the largest.
 
     Attributes:
         sizes: ascending, at least one.
@@ -66,8 +67,8 @@ class Curve:
     costs_ms: tuple[float, ...]
 
     def at(self, size: int) -> float:
-        """Beyond the last size the mean slope of the second half goes on: the last piece alone may
-        be flat. With one size, cost grows with size."""
+        """Beyond the last size the mean slope of the second half continues, since the last piece
+        alone may be flat. With one size, cost grows in proportion."""
         sizes, costs = self.sizes, self.costs_ms
         if size <= sizes[0]:
             return costs[0]
@@ -101,18 +102,18 @@ def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """Prices of steps in milliseconds. A step that replays a graph costs what that graph took,
-    however few of its rows are the step's own; other graphs' times are not looked at.
+    """Prices of steps in milliseconds. A step that replays a graph costs the time of that graph,
+    however many of its rows are padding.
 
     Attributes:
-        find: which graph a step replays, if any.
-        graphs_ms: each graph, with next to no KV.
-        eager: steps that replay no graph, by rows, with next to no KV.
-        head: logits and what is drawn from them, by rows read.
-        kv_ms: each token of KV that is read.
-        row_kv_ms: each pair of a row and a token of KV that it sees.
+        find: finds the graph that a step replays, if any.
+        graphs_ms: time of each graph, with next to no KV.
+        eager: times of steps that replay no graph, by rows, with next to no KV.
+        head: times of logits and of drawing tokens from them, by rows read.
+        kv_ms: time of each token of KV that is read.
+        row_kv_ms: time of each pair of a row and a token of KV that it sees.
         prompt_kv_ms: cost per token that a prompt's chunk sees, by the chunk's rows; not falling.
-            Rows share what they read of KV, and small chunks underuse a GPU.
+            Rows share the KV that they read, and small chunks underuse a GPU.
         spread: typical deviation of one measurement from another, as a share.
         measured_s: seconds that measuring took; 0 of prices that were not measured.
     """
@@ -133,13 +134,13 @@ class PriceTable:
 
     @property
     def sizes(self) -> list[int]:
-        """Ascending numbers of rows between which the price of a step without KV is constant, as
-        it is padded, or linear."""
+        """Numbers of rows, ascending. Between two of them the price of a step without KV is
+        constant (it is padded) or linear."""
         return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
 
     @property
     def least_row_ms(self) -> float:
-        """Returns the time of a row in ms, in steps of the size where a row takes least."""
+        """Returns the ms of a row in steps of the size at which a row takes least."""
         graphs = ((key.num_tokens, cost_ms) for key, cost_ms in self.graphs_ms.items())
         eager = zip(self.eager.sizes, self.eager.costs_ms, strict=True)
         return min(cost_ms / size for size, cost_ms in itertools.chain(graphs, eager))
@@ -174,8 +175,8 @@ class DraftPrices:
 
     Attributes:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
-        passes: by how many draft steps a pass has, or by the shape of its trees, what it takes by
-            requests, with next to no KV.
+        passes: for each number of draft steps, or shape of trees, the time of a pass by requests,
+            with next to no KV.
         measured_s: seconds that measuring took, of all; 0 of prices that were not measured.
     """
 

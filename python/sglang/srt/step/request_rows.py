@@ -1,5 +1,5 @@
-"""Holds on the device what a step needs to know of each running request, so that it can start
-before the host has read the step before it."""
+"""Holds on the device the state of each running request that a step needs, so that a step can start
+before the host has read the one before."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.worker import EndedText, NewRow
 
-PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter says nothing
+PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter gives none
 
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """Chances that look-ahead is of use, by row of the page table.
+    """Probabilities that look-ahead is confirmed, by row of the page table.
 
     Attributes:
-        drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are. 0 where the
-            request was given fewer drafts than others.
-        masks: [N, K] float32; that the prediction of a mask row after the drafts is confirmed, if
-            the drafts and the predictions before it are.
+        drafts: [N, P - 1] float32; probability that a draft is confirmed if those before it are. 0
+            where the request was given fewer drafts than others.
+        masks: [N, K] float32; probability that the prediction of a mask row after the drafts is
+            confirmed if the drafts and the predictions before it are.
     """
 
     drafts: torch.Tensor
@@ -55,16 +55,17 @@ def confidence_of_scores(scores: torch.Tensor) -> torch.Tensor:
 class RequestRows:
     """One entry per row of the request-to-token table.
 
-    A request's sequence is what it was admitted with (its prompt and, after a retraction, what it
-    had generated), then what steps have added. Before and after each step, of each running request:
+    The sequence of a request is its tokens at admission (its prompt and, after a retraction, its
+    output so far) and then the tokens that steps have added. Before and after each step, for each
+    running request:
 
     - tokens[r, : num_tokens[r]] is its sequence, as far as it is known. If it emits only what is
       confirmed, tokens[r, committed[r] + 1 : num_tokens[r]] are drafts; the rest is certain.
-    - Until what it was admitted with is read, that is all of its sequence, and committed[r] is
-      less than num_tokens[r]: whoever looks at a chunk's last row finds the next token.
+    - Until all tokens that it was admitted with are fed, that is its whole sequence, and
+      committed[r] is less than num_tokens[r]: the next token of a chunk's last row is there.
     - From then on num_tokens[r] == committed[r] + pending_lens[r].
-    - What lies after num_tokens[r] is left of rejected drafts and of earlier requests. Whoever
-      looks for tokens of the request must stop at num_tokens[r].
+    - Tokens after num_tokens[r] are left over from rejected drafts and earlier requests. Code that
+      reads tokens of the request must stop at num_tokens[r].
 
     Attributes:
         vocab_size: token ids are less.
@@ -77,11 +78,11 @@ class RequestRows:
         pending_lens: [N] int64; tokens without KV that the next decode step feeds, at least 1; 1
             while there is a prompt to read.
         max_pending: the most that can be pending.
-        confidence: what look-ahead is worth where the device divides a step's rows among requests
+        confidence: probabilities by which the device divides a step's rows among requests
             (`RowPacking`); None: it never does.
         trees: the shape of the pending tokens where they may be a tree; None: they are chains.
-        num_admitted: host list of N; requests that have had each row so far.
-        on_end: are told of texts that have ended, while these are still in `tokens`.
+        num_admitted: host list of N; for each row, the number of requests that have had it so far.
+        on_end: functions that get texts that have ended, while these are still in `tokens`.
 
     Args:
         page_table: has the same rows.
@@ -111,7 +112,7 @@ class RequestRows:
         self.confidence: Confidence | None = None
         if max_masks is not None:
             self.confidence = Confidence.prior(num_rows, max_pending - 1, max_masks, self._device)
-        # Of each kind an even number: kernels get addresses that are multiples of 16 bytes.
+        # Each kind has an even number: kernels get addresses that are multiples of 16 bytes.
         shape = (5, num_rows + num_rows % 2)
         self._integers = torch.ones(shape, dtype=torch.int64, device=self._device)
         numbers = self._integers[:, :num_rows]
@@ -127,7 +128,7 @@ class RequestRows:
         return self._page_table.outside
 
     def end(self, texts: list[EndedText]) -> None:
-        """Tells of texts that have ended; to be called before `initialize` overwrites them."""
+        """Gives texts that have ended to `on_end`. Call it before `initialize` overwrites them."""
         if texts:
             for listener in self.on_end:
                 listener(texts)
@@ -153,8 +154,8 @@ class RequestRows:
         self._fill([new.tokens for new in new_rows], rows)
 
     def _fill(self, sequences: list[np.ndarray], rows: torch.Tensor) -> None:
-        """Writes one sequence [n] int32 to the beginning of each of `rows`: one copy for all, and
-        as many launches for many as for one."""
+        """Writes one sequence [n] int32 to the beginning of each of `rows`: one copy, and a number
+        of launches that does not depend on the number of rows."""
         width = self.tokens.shape[1]
         assert max(map(len, sequences)) <= width, "A sequence is longer than its row."
         packed = to_device(np.concatenate(sequences), self._device, torch.int32)
@@ -165,7 +166,7 @@ class RequestRows:
         self.tokens[rows[sequence], columns] = packed
 
     def pending(self, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Pending tokens of `rows`, of each from its place `start` on.
+        """Returns the pending tokens of `rows`, each from its place `start` on.
 
         Returns:
             [len(rows), max_pending - start] int64; places past a row's last pending token hold
@@ -184,14 +185,14 @@ class RequestRows:
         parents: torch.Tensor | None = None,
         confidence: torch.Tensor | None = None,
     ) -> None:
-        """Writes drafts after the certain token, which alone is pending until then. Here in plain
-        torch; drafters do it by `StepOps.write_drafts`.
+        """Writes drafts after the certain token, which is the only pending one until then. Here in
+        plain torch; drafters call `StepOps.write_drafts`.
 
         Args:
             rows: [R] int64.
             tokens: [R, D] int64; D is less than `max_pending`.
-            num_drafts: [R] int64; drafts of each, from the first on, 0 where nothing is to change,
-                as in requests that have not emitted. None: all drafts of each.
+            num_drafts: [R] int64; drafts of each request, from the first on; 0 leaves a request
+                unchanged, as those that have not emitted. None: all drafts of each.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
             confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
         """
@@ -202,7 +203,7 @@ class RequestRows:
             num_drafts = torch.full_like(rows, width)
         self.write_trees(rows, tokens, parents)
         first = self.committed[rows][:, None] + 1
-        # Columns are named twice where there are fewer drafts; they keep the token that they have.
+        # Where there are fewer drafts a column occurs twice; it keeps the token that it has.
         exists, has_drafts = offsets < num_drafts[:, None], num_drafts > 0
         if self.confidence is not None:
             told = self.confidence.drafts[rows, :width]
@@ -230,7 +231,8 @@ class RequestRows:
         self.trees.write(rows, parents)
 
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
-        """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""
+        """Returns the sampling parameters of `rows` [S], which draw the tokens at `positions`
+        [S]."""
         floats = dict(zip(FLOATS, self._floats[:, rows], strict=True))
         top_k, seeds = self._top_k[rows], self._seeds[rows]
         return SamplingRows(top_k=top_k, seeds=seeds, positions=positions, **floats)

@@ -1,10 +1,10 @@
 """Divides the rows of a step among its requests, on the device and without a wait: the contract,
 and plain torch: the CPU runtime and the oracle.
 
-The host knows how many rows a step has. The device knows what each request would feed: first rows
-that it feeds in any case, then its drafts, then masks that predict drafts of the next step. A draft
-is worth what the model's confidence says: the probability that it is confirmed, and so all before
-it are. The most valuable rows of all requests are kept. Values never rise along a request, so it
+The host knows how many rows a step has. The device knows the rows that each request would feed:
+first rows that it feeds in any case, then its drafts, then masks that predict drafts of the next
+step. The value of a draft is the model's probability that it, and all drafts before it, are
+confirmed. The most valuable rows of all requests are kept. Values never rise along a request, so it
 is cut from its right.
 """
 
@@ -45,7 +45,7 @@ class WantedRows:
     rows: torch.Tensor | None = None
 
     def check(self, num_rows: int) -> None:
-        """Checks shapes; what the tensors hold is not read."""
+        """Checks shapes, not values."""
         num_reqs = len(self.least)
         assert 1 <= num_reqs <= MAX_REQUESTS, f"{num_reqs} requests"
         assert self.draft_confidence.shape[1] <= MAX_DRAFTS, self.draft_confidence.shape
@@ -83,19 +83,19 @@ class RowDivision(Protocol):
     """Each implementation computes the same, bit for bit, and none waits for the device."""
 
     def divide(self, wanted: WantedRows, num_rows: int) -> DividedRows:
-        """Keeps the `num_rows - sum(least)` most valuable drafts and masks; all, if they are no
-        more, and then the step has rows after `q_starts[R]` that no request feeds.
+        """Keeps the `num_rows - sum(least)` most valuable drafts and masks. If there are fewer, it
+        keeps all, and the step has rows after `q_starts[R]` that no request feeds.
 
         A row's value is the product of its request's confidences up to its own, those of drafts
         first: float32, multiplied from the left, times HIGHEST_VALUE, rounded down. Of equal values
         the row with fewer drafts and masks before it in its request goes first, then that of the
         earlier request.
 
-        What cannot be is bounded, and nothing is read or written out of bounds but by a wrong
-        `rows`. A confidence that is no number or negative counts as 0, and one above 1 as 1.
-        `num_drafts` and `num_masks` are bounded by the tables' widths, `least` by 0 and `num_rows`.
-        If `sum(least)` is more than `num_rows`, no draft or mask is kept, and requests at the end
-        get what is left of their rows, or none.
+        Impossible inputs are bounded, so only a wrong `rows` reads or writes out of bounds. A
+        confidence that is NaN or negative counts as 0, and one above 1 as 1. `num_drafts` and
+        `num_masks` are bounded by the tables' widths, `least` by 0 and `num_rows`. If `sum(least)`
+        is more than `num_rows`, no draft or mask is kept, and requests at the end get the remaining
+        rows, or none.
         """
 
 
@@ -117,7 +117,7 @@ class TorchRowDivision:
 
         place = torch.arange(max(max_drafts, max_masks), device=least.device)
         is_draft, is_mask = place[:max_drafts] < num_drafts, place[:max_masks] < num_masks
-        # Drafts that a request has not are certain, so that they do not count in those of masks.
+        # Missing drafts get confidence 1, so that they do not change the products of masks.
         values = _values(torch.cat((drafts.masked_fill(~is_draft, 1), masks), 1))
         offsets = torch.cat(
             (place[:max_drafts].expand(num_reqs, -1), num_drafts + place[:max_masks]), 1
@@ -134,7 +134,7 @@ class TorchRowDivision:
 
 
 def _values(confidence: torch.Tensor) -> torch.Tensor:
-    """[R, W] int64 from [R, W] float32. torch's own product of a row has an order of its own."""
+    """[R, W] int64 from [R, W] float32. Not by torch.cumprod, whose order of products differs."""
     bounded = torch.where(confidence > 0, confidence.clamp(max=1), 0)
     for before, column in pairwise(bounded.unbind(1)):
         column *= before  # now the product up to its own
@@ -149,7 +149,7 @@ def _order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def _come_first(order: torch.Tensor, exists: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """[R, W] bool; which are among the first `count` of those that exist."""
+    """[R, W] bool; whether each is among the first `count` of those that exist."""
     absent = torch.iinfo(torch.int64).max
     found = order.masked_fill(~exists, absent).flatten().sort().values
     lasts = torch.cat((found.new_full((1,), -1), found))  # of the first 0, 1, 2, ...

@@ -1,4 +1,4 @@
-"""Packed steps: how many rows each request feeds is decided on the device. Here in plain torch."""
+"""Packed steps: the device decides how many rows each request feeds. Here in plain torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class RowPacking(Protocol):
     def pack(self, per_request: torch.Tensor, state: RequestRows, num_rows: int) -> None:
         """Divides a step's rows among its requests (`RowDivision`).
 
-        A request that emits only what is confirmed and feeds no prompt may lose look-ahead: its
-        drafts, then the masks after them, are worth what `state.confidence` says. All others feed
-        what they must: their prompt or what is pending, and all their masks.
+        A request that emits only what is confirmed and feeds no prompt may lose look-ahead rows:
+        its drafts and the masks after them have the values of `state.confidence`. All others feed
+        all their rows: their prompt or pending tokens, and all their masks.
 
         Args:
-            per_request: [NUM_COUNTS, R] int64, as `RowLayout` has it, with the most of each. What
-                each feeds, reads and predicts, and where, is overwritten.
+            per_request: [NUM_COUNTS, R] int64, as in `RowLayout`, with the most of each. The counts
+                of rows fed, read and predicted, and their places, are overwritten.
             state: with `confidence`.
             num_rows: of the step.
         """

@@ -1,6 +1,5 @@
-"""Computes what a step needs beside the forward pass, a few integers per row: rows are laid out
-before it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the
-work."""
+"""Computes a few integers per row beside the forward pass of a step: rows are laid out before it,
+tokens are committed after it. On a GPU each is one kernel: launches cost more than the work."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 
-# The rows of `RowLayout.per_request`: what the host tells the device of each request.
+# The rows of `RowLayout.per_request`: the numbers that the host sends to the device for each
+# request.
 ROW = 0  # row of the request-to-token table
 Q_LEN = 1  # rows fed
 Q_START = 2  # place of its first row among the T of the step
@@ -55,9 +55,9 @@ class StepCounts:
             look-ahead, which have no drafts. The others emit predictions that no row has confirmed.
         is_plain: each request feeds its prompt or its one pending token, and one row of it is read
             at most.
-        packed: None: each request feeds and reads exactly that many rows, those after its pending
-            tokens with the look-ahead token. Else these are the most that it may, and the device
-            divides `packed.num_rows` rows among them.
+        packed: None: the numbers are exact, and rows after the pending tokens feed the look-ahead
+            token. Otherwise they are the most of each request, and the device divides
+            `packed.num_rows` rows among the requests.
     """
 
     q_lens: list[int]
@@ -91,7 +91,7 @@ class ReadRows:
     """The S rows whose logits are read, request by request.
 
     Attributes:
-        request: [S] int64; which of the R requests.
+        request: [S] int64; index among the R requests.
         offset: [S] int64; place among the rows read of that request.
         index: [S] int64; place among the T rows of the step.
         positions: [S] int64; of the token that the row predicts.
@@ -132,10 +132,10 @@ class LookaheadLayout:
     Attributes:
         q_starts: [R + 1] int64; place of each request's first row, and the end of the last one's.
         num_pending: [R] int64; rows with the certain token and drafts that the target may confirm;
-            1 for requests that feed a prompt or emit what nothing has confirmed.
-        parents: [T] int32, of trees: of each pending row the one that it follows, by offset in its
-            request; None: all are chains. -1 of a root, of rows of prompts and of padding.
-        ancestors: [T] int64, of trees: see `ForwardBatch.ancestors`. -1 of rows of prompts and of
+            1 for requests that feed a prompt or emit unconfirmed tokens.
+        parents: [T] int32, for trees: the offset in its request of the row that a pending row
+            follows; -1 for roots, rows of prompts and padding. None: all are chains.
+        ancestors: [T] int64, for trees: see `ForwardBatch.ancestors`; -1 for rows of prompts and
             padding.
     """
 
@@ -153,8 +153,8 @@ class AcceptedTokens:
         accept_lens: [R] int64; 0 where the step emits nothing.
         kept_lens: [R] int64.
         next_token_ids: [R, M] int64; the first accept_lens[i] of row i are accepted.
-        path: [R, >= M] int32; of each accepted token the row that it follows, by offset among the
-            rows read of its request; None: the first ones in order.
+        path: [R, >= M] int32; for each accepted token the row that it follows, as an offset among
+            the rows read of its request; None: the first rows in order.
         num_drafts: [R] int64; drafts that were fed; None: there were none.
     """
 
@@ -202,7 +202,8 @@ class StepOps(Protocol):
     def __init__(self, device: torch.device) -> None: ...
 
     def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None:
-        """Compiles what steps need, before there is a request: it may overwrite row 0."""
+        """Compiles the kernels that steps need, before there is a request: it may overwrite row
+        0."""
 
     def lay_out(
         self,
@@ -212,8 +213,8 @@ class StepOps(Protocol):
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        """Tells the device what the host knows of a step, and writes its entries of the page table
-        (`write_table`); then `lay_out_rows`."""
+        """Sends the host's numbers of a step to the device, writes its entries of the page table
+        (`write_table`), then calls `lay_out_rows`."""
 
     def write_table(self, writes: PageTableWrites, pool: ReqToTokenPool) -> None:
         """Writes a step's entries of the page table."""
@@ -230,7 +231,7 @@ class StepOps(Protocol):
         that the step feeds or else the pending ones, then `lookahead_token`.
 
         Args:
-            per_request: [NUM_COUNTS, R] int64, contiguous; what `counts` says, on the device.
+            per_request: [NUM_COUNTS, R] int64, contiguous; the numbers of `counts`, on the device.
         """
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
@@ -252,16 +253,16 @@ class StepOps(Protocol):
         max_accepted: int,
         state: RequestRows,
     ) -> AcceptedTokens:
-        """Ends a step with look-ahead. A request that emits only what is confirmed is given its
-        confirmed drafts and the target's token after them, and keeps the KV of the rows that they
-        follow, which lie in front; that token alone is pending. Another is given its first
-        `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept. The
-        watermark of `RequestRows.padding_row` stays where it is.
+        """Ends a step with look-ahead. A request that emits only confirmed tokens gets its
+        confirmed drafts and the target's token after them, and keeps the KV of the rows that these
+        follow, which come first; then that token alone is pending. Any other request gets its first
+        `num_unconfirmed` [R] int64 targets; they are pending, and the KV of the tokens that were
+        pending is kept. The watermark of `RequestRows.padding_row` stays where it is.
 
         Args:
             layout: with `lookahead`.
             targets: [S] int64; the target's own token after each row read.
-            max_accepted: M; no request is given more, however many drafts are confirmed.
+            max_accepted: M, the most tokens that a request gets.
         """
 
     def write_drafts(
@@ -273,7 +274,7 @@ class StepOps(Protocol):
         parents: torch.Tensor | None = None,
         confidence: torch.Tensor | None = None,
     ) -> None:
-        """Writes what drafters propose: see `RequestRows.write_drafts`."""
+        """Writes drafts: see `RequestRows.write_drafts`."""
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         """Copies a step and the padding of a graph into the graph's inputs; hidden states of
@@ -282,12 +283,13 @@ class StepOps(Protocol):
         causal).
 
         Returns:
-            [T] int64, the place of each row of the step in the graph; None: they are its first.
+            [T] int64, the place of each row of the step in the graph; None: they are its first
+            rows.
         """
 
 
 def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> np.ndarray:
-    """`RowLayout.per_request`, row by row: [NUM_COUNTS * R] int64."""
+    """Makes `RowLayout.per_request`, row by row: [NUM_COUNTS * R] int64."""
     numbers: dict[int, Sequence[int]] = {
         ROW: batch.rows,
         Q_LEN: counts.q_lens,
@@ -306,8 +308,8 @@ def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> np.ndarray:
 
 
 def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | None:
-    """Place of each row of the step in a graph of which every request has `key.width` rows; None
-    where they are the graph's first rows, as in all other graphs."""
+    """Returns the place of each row of the step in a graph whose requests all have `key.width`
+    rows; None for other graphs, where they are the first rows."""
     assert key.is_packed or batch.q_starts is None, key
     if key.tag != UNIFORM or all(q_len == key.width for q_len in batch.q_lens):
         return None
@@ -322,12 +324,13 @@ def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | N
 def places_of_reads(
     reads: torch.Tensor, key: GraphKey, places: torch.Tensor | None
 ) -> torch.Tensor:
-    """`ForwardBatch.read_index` of the graph, given that of the step and what `fill` returns."""
+    """Returns `ForwardBatch.read_index` of the graph, given that of the step and the result of
+    `fill`."""
     return reads if places is None or not key.skips_unread_rows else places[reads]
 
 
 def rows_before(batch: ForwardBatch) -> list[int]:
-    """`ForwardBatch.q_starts` of a batch that is not packed."""
+    """Makes `ForwardBatch.q_starts` of a batch that is not packed."""
     return list(accumulate(batch.q_lens, initial=0))
 
 

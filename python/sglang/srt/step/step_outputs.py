@@ -1,4 +1,4 @@
-"""Hidden states and log-probabilities that a step hands out beside its tokens."""
+"""Hidden states and log-probabilities that a step returns beside its tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
 def hidden_of_reads(hidden: torch.Tensor, inputs: ForwardBatch, reads: ReadRows) -> torch.Tensor:
-    """[S, D]: hidden states of the rows read. `hidden` has those alone, or all T rows of a step."""
+    """Returns [S, D]: hidden states of the rows read. `hidden` has those alone, or all T rows of a
+    step."""
     in_order = inputs.q_starts is None or inputs.read_index is not None
     if in_order and len(hidden) == len(reads.index):
         return hidden
@@ -35,8 +36,8 @@ def hidden_states(
     accepted: AcceptedTokens,
     hidden: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None for none. Of a
-    tree the rows of the accepted path are taken for its first ones."""
+    """Picks the rows `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None if there
+    are none. In a tree the rows of the accepted path count as its first ones."""
     refs, lookahead = batch.hidden_rows, layout.lookahead
     if not refs:
         return None
@@ -69,9 +70,9 @@ def prompt_logprobs(
 def emitted_queries(
     plan: LogprobPlan, layout: RowLayout, accepted: AcceptedTokens
 ) -> tuple[LogprobQueries, torch.Tensor | None]:
-    """Finds what emitting requests want to know of the rows that gave their tokens, and which of
-    the S rows read those are [Q] int64: M of each request, of which those past what it accepted
-    mean nothing. None: all rows, in order."""
+    """Finds the log-probabilities that emitting requests want of the rows that gave their tokens,
+    and those rows among the S read, [Q] int64: M for each request, meaningless past its accepted
+    tokens. None: all rows, in order."""
     starts, path = layout.per_request[READ_START], accepted.path
     num_reads, emitting = layout.reads.index.shape[0], plan.emitting
     if path is None and len(emitting) == num_reads:

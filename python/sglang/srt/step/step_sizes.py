@@ -12,11 +12,11 @@ MAX_MASKS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepWidth:
-    """Rows that one step of a request may take, known before its result is.
+    """Rows that one step of a request may take, known before its result.
 
     Attributes:
-        decode_rows: slots that a decode step needs beyond the watermark: of the rows that it feeds,
-            and of those that a drafter's own steps feed after the rows that it keeps.
+        decode_rows: slots that a decode step needs beyond the watermark: for the rows that it
+            feeds, and for those that a drafter's own steps feed after the kept rows.
         lookahead_rows: slots that it needs after the last prompt chunk.
         max_kept: tokens by which a decode step may move the watermark, at most.
     """

@@ -1,11 +1,11 @@
-"""Applies a grammar: between the forward pass of a step and the choice of its tokens.
+"""Applies a grammar, between the forward pass of a step and the choice of its tokens.
 
-A grammar runs on the host, and what it allows after a draft depends on the draft. So the worker
-hands the drafts that it feeds to the constraint, and applies the masks that come back to the
+A grammar runs on the host, and the tokens that it allows after a draft depend on the draft. So the
+worker gives the drafts that it feeds to the constraint, and applies the returned masks to the
 logits. The forward pass goes on meanwhile: on a device it is launched first, since the constraint
 may read the result of the step before; on a CPU it runs between the question and the answer.
 
-A request whose masks are late sits the step out: it is fed, and given nothing.
+A request whose masks are late sits the step out: it is fed and gets no token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class DraftedTokens:
     """Drafts that a request feeds in a step.
 
     Attributes:
-        first_row: of the S rows read of the step, that of the request's certain token (or of the
-            end of its prompt). That of draft j is first_row + 1 + j.
-        tokens: of the drafts.
-        parents: of each draft the one that it follows, 0 for the certain token, j + 1 for draft j.
+        first_row: index among the S rows read of the row of the request's certain token (or of the
+            end of its prompt). The row of draft j is first_row + 1 + j.
+        tokens: the drafts.
+        parents: for each draft the token that it follows: 0 for the certain token, j + 1 for draft
+            j.
     """
 
     first_row: int
@@ -42,12 +43,12 @@ class AllowedTokens:
     """The tokens that may be chosen.
 
     Attributes:
-        rows: which of the S rows read are restricted.
+        rows: indices of the restricted rows among the S read.
         bitmask: [len(rows), ceil(V / 32)] int32, on the host; token t is allowed if bit t % 32 of
             entry t // 32 is set, the lowest bit first, as grammar libraries write it. Each row
             allows a token at least.
-        most: tokens that a request may be given at most, by its index in the batch: 0 where its
-            masks are late, 1 where those after its drafts are. Others may have any number.
+        most: by index in the batch, the most tokens that a request may get: 0 where its masks are
+            late, 1 where only those after its drafts are. Others may get any number.
     """
 
     rows: list[int]
@@ -55,7 +56,7 @@ class AllowedTokens:
     most: Mapping[int, int] = field(default_factory=dict)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V], overwritten: those of tokens that are not allowed are -inf."""
+        """Sets the logits of tokens that are not allowed to -inf, in logits [S, V]."""
         if not self.rows:
             return logits
         packed = self.bitmask.pin_memory() if logits.is_cuda else self.bitmask
@@ -76,9 +77,10 @@ class TokenConstraint(Protocol):
     requests: Sequence[int]
 
     def ask(self, drafted: list[DraftedTokens]) -> None:
-        """Asks what each of `requests` may be given after its certain token and after each draft.
-        Rows of look-ahead after the drafts need no mask: what they predict is only proposed.
-        Called once, as soon as the step before has been computed or the forward pass launched."""
+        """Asks which tokens each of `requests` may get after its certain token and after each
+        draft. Look-ahead rows after the drafts need no mask, since their predictions are only
+        proposed. Called once, as soon as the step before has been computed or the forward pass
+        launched."""
 
     def allowed(self, is_computed: Callable[[], bool]) -> AllowedTokens:
         """Returns the answers. Called once, after `ask`.

@@ -1,5 +1,4 @@
-"""Computes what a step needs beside the forward pass, in plain torch: the CPU runtime and the
-oracle."""
+"""Implements `StepOps` in plain torch: the CPU runtime and the oracle."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from sglang.srt.step.worker import ScheduleBatch
 
 
 class TorchStepOps:
-    """See `StepOps` for what each does."""
+    """Implements `StepOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._packing = TorchRowPacking()
@@ -164,7 +163,7 @@ class TorchStepOps:
         state.pending_lens[rows] = torch.where(emits > 0, pending, 1)
         ends = torch.where(emits > 0, committed + pending, state.num_tokens[rows])
         state.num_tokens[rows] = ends
-        # Columns are named twice where the run is shorter; they get the same token twice.
+        # Where the run is shorter a column occurs twice and gets the same token twice.
         columns = torch.where(offsets < (run * emits)[:, None], offsets, 0)
         first = (committed - num_confirmed)[:, None]
         known = state.tokens[rows[:, None], first + columns]
@@ -232,7 +231,7 @@ class _Spans(NamedTuple):
     """Rows of requests, one after the other.
 
     Attributes:
-        request, offset: [T] int64; of padding, any that exist.
+        request, offset: [T] int64; for padding, arbitrary valid numbers.
         exists: [T] bool; False for padding; None where there is none.
     """
 
@@ -265,8 +264,8 @@ def _with_trees(
     offsets: torch.Tensor,
     is_node: torch.Tensor,
 ) -> tuple[LookaheadLayout, torch.Tensor]:
-    """The layout with the trees of a step's T rows, and depths [T] int64. Rows after a tree see
-    all before them and stand at their offset, as those of a chain do.
+    """Adds the trees of a step's T rows to the layout; returns it with depths [T] int64. Rows after
+    a tree see all rows before them, and their depth is their offset, as in a chain.
 
     Args:
         rows, offsets: [T] int64; row of the table, and place among the rows of the request.
@@ -282,7 +281,8 @@ def _with_trees(
 def _fill_trees(
     static: StaticInputs, key: GraphKey, batch: ForwardBatch, index: torch.Tensor | None
 ) -> None:
-    """The inputs of trees; `index`: place of each row of the step, None if they are the first."""
+    """Fills the inputs of trees; `index`: place of each row of the step, None if they are the
+    first."""
     assert static.ancestors is not None
     assert static.tree_starts is not None
     static.ancestors[: key.num_tokens] = -1
@@ -302,7 +302,7 @@ def _reads(
     total: int,
     is_packed: bool,
 ) -> ReadRows:
-    """The rows read, `total` in all; positions [T], pending_lens [R] int64."""
+    """Finds the rows read, `total` in all; positions [T], pending_lens [R] int64."""
     spans = _spans(per_request[NUM_READ], per_request[READ_START], total, is_packed)
     request, offset = spans.request, spans.offset
     num_prompt = per_request[NUM_PROMPT]

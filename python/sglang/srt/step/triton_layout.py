@@ -20,8 +20,8 @@ _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 def _token_and_slot(
     token_table_ptr, table_ptr, outside_ptr, row, column, fed, is_known, table_width
 ):  # fmt: skip
-    """Reads what the two tables hold of a row, int64: 0 outside of it, and tokens 0 if not
-    known."""
+    """Reads token and slot of a row from the two tables, int64: 0 outside of the tables' row, and
+    token 0 if it is not known."""
     is_inside = (column >= 0) & (column < table_width)
     report_outside(outside_ptr, column, fed & ~is_inside)
     place = row * table_width + column
@@ -35,8 +35,8 @@ def _tree_depth(
     parents_ptr, depths_ptr, ancestors_ptr, row_parents_ptr, row_ancestors_ptr,
     row, offset, start, q_len, num_nodes, tree_width,
 ):  # fmt: skip
-    """Writes what `LookaheadLayout` has of trees; returns nodes above each of a request's first
-    `num_nodes` rows, and the offset of the others."""
+    """Writes the tree fields of `LookaheadLayout`; returns the number of nodes above each of a
+    request's first `num_nodes` rows, and the offset of the others."""
     is_node = offset < num_nodes
     fed = offset < q_len
     node = row * tree_width + offset
@@ -72,10 +72,10 @@ def lay_out_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (requests, blocks of rows): see `RowLayout`, `ReadRows` and, if it HAS_LOOKAHEAD,
-    `LookaheadLayout`. What would be outside of its row of the tables gets token 0 and the dummy
-    slot. Of `packed_ptr` `pack_for_device` tells; `token_table_ptr` and `table_ptr` are [N,
-    table_width] int32, `tokens_ptr` [3, token_stride]: input ids, positions, slots; `reads_ptr`
-    [5, read_stride]: the fields of `ReadRows`."""
+    `LookaheadLayout`. A column outside of its row of the tables gives token 0 and the dummy slot.
+    `packed_ptr`: see `pack_for_device`; `token_table_ptr` and `table_ptr` are [N, table_width]
+    int32, `tokens_ptr` [3, token_stride]: input ids, positions, slots; `reads_ptr` [5,
+    read_stride]: the fields of `ReadRows`."""
     begin(PDL, early)
     request = tl.program_id(0)
     own = packed_ptr + request
@@ -106,7 +106,7 @@ def lay_out_kernel(
     first = tl.where(only_confirmed, 0, pending_len - 1)
     first = tl.where(num_prompt > 0, num_prompt - 1, first)
     position, predicted = column, column + first + 1
-    if HAS_TREE:  # whose rows are all read, so the offset of a row read is its offset
+    if HAS_TREE:  # all rows of a tree are read, so offsets among rows read are those among rows
         num_nodes = tl.where(num_prompt > 0, 0, tl.minimum(pending_len, q_len))
         depth = _tree_depth(
             parents_ptr, depths_ptr, ancestors_ptr, row_parents_ptr, row_ancestors_ptr,

@@ -1,7 +1,7 @@
-"""The rows of a step are divided among its requests in one Triton kernel of one program.
+"""Divides the rows of a step among its requests in one Triton kernel of one program.
 
-Passes over the values of all rows, which stay in registers, count how many rows have some value at
-least, and so find the value of the last row that is kept. A sort would take far longer.
+Passes over the values of all rows, which stay in registers, count the rows at or above a value, and
+so find the value of the last row that is kept. A sort would take far longer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _write_values(
     for column in range(WIDTH):
         is_row = exists & (column < count)
         confidence = tl.load(confidence_ptr + place * WIDTH + column, mask=is_row, other=1.0)
-        # What is no number is not above 0.
+        # NaN is not above 0.
         confidence = tl.where(confidence > 0.0, tl.minimum(confidence, 1.0), 0.0)
         product = product * confidence
         value = tl.where(is_row, (product * _HIGHEST_VALUE).to(tl.int32), _ABSENT)
@@ -64,8 +64,8 @@ def _read_values(values_ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _has_at_least(values, lowest, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """[CHUNK, BLOCK] int32, of which the sum over a request is how many of its rows have that value
-    at least."""
+    """[CHUNK, BLOCK] int32, whose sum over a request is the number of its rows with at least that
+    value."""
     count = tl.zeros((CHUNK, BLOCK), tl.int32)
     for part in tl.static_range(len(values)):
         count += (values[part] >= lowest).to(tl.int32)
@@ -74,8 +74,8 @@ def _has_at_least(values, lowest, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _most_valuable(values, room, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK] int32; how many rows each request keeps if `room` are kept in all, which is fewer
-    than there are."""
+    """[BLOCK] int32; the rows that each request keeps if `room` are kept in all, fewer than there
+    are."""
     # The highest value that more rows than that have at least.
     value, bit = room * 0 - 1, room * 0 + _NUM_VALUES
     while bit > 1:
@@ -85,7 +85,7 @@ def _most_valuable(values, room, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     above = tl.sum(_has_at_least(values, value + 1, CHUNK, BLOCK), 0)
     equal = tl.sum(_has_at_least(values, value, CHUNK, BLOCK), 0) - above
     room -= tl.sum(above)
-    # Of rows of that value the first few of each request fit, equally many of all requests.
+    # Of the rows with that value the same number of each request fit, its first ones.
     end, bit = room * 0, room * 0 + _NUM_OFFSETS
     while bit > 1:
         bit = bit >> 1
@@ -112,7 +112,7 @@ def _divide_kernel(
     """Grid (1). See `RowDivision.divide`.
 
     Args:
-        rows_ptr: None: request i has row i of the tables of confidences.
+        rows_ptr: None if request i has row i of the tables of confidences.
         values_ptr: [MAX_DRAFTS + MAX_MASKS, BLOCK] int32; overwritten.
         out_ptr: [3, out_stride]; `q_starts`, drafts kept, masks kept.
         BLOCK: `num_reqs` at least.

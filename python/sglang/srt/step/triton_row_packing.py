@@ -37,7 +37,7 @@ def _wanted_kernel(
     per_request_ptr, pending_lens_ptr, out_ptr, num_reqs, out_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (1). out_ptr: [3, out_stride]; what `WantedRows` calls least, drafts and masks."""
+    """Grid (1). out_ptr: [3, out_stride]; the counts of `WantedRows`: least, drafts, masks."""
     begin(PDL, early)
     request = tl.arange(0, BLOCK)
     exists = request < num_reqs
@@ -63,7 +63,7 @@ def _packed_counts_kernel(
     per_request_ptr, q_starts_ptr, num_masks_kept_ptr, num_reqs,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (1). Overwrites what a request feeds, reads and predicts, and where."""
+    """Grid (1). Overwrites the counts and places of rows fed, read and predicted."""
     begin(PDL, early)
     request = tl.arange(0, BLOCK)
     exists = request < num_reqs

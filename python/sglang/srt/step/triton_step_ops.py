@@ -1,6 +1,6 @@
-"""Computes what a step needs beside the forward pass, each in one Triton kernel.
+"""Implements `StepOps`, each operation in one Triton kernel.
 
-What the host knows of a step travels in one copy. Triton compiles a kernel anew for each value of a
+The host's numbers of a step travel in one copy. Triton compiles a kernel anew for each value of a
 constant, and for tensors that do not begin at a multiple of 16 bytes. So numbers of requests and of
 rows are no constants, and all tensors begin at such a multiple.
 """
@@ -153,7 +153,7 @@ def _fill_kernel(
 
 
 class TritonStepOps:
-    """See `StepOps` for what each does."""
+    """Implements `StepOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -245,7 +245,7 @@ class TritonStepOps:
     def _lookahead(
         self, num_reqs: int, counts: StepCounts, trees: DraftTrees | None
     ) -> LookaheadLayout:
-        """Room for it; what rows of padding have of trees stays as it is."""
+        """Makes room for a layout; tree fields of padding rows keep their values."""
         size = num_reqs // 2 * 2 + 2  # num_reqs + 1 at least, and a multiple of 16 bytes
         numbers = torch.empty(size + num_reqs, dtype=torch.int64, device=self._device)
         parents = ancestors = None
@@ -348,15 +348,15 @@ class TritonStepOps:
         return index
 
     def _aligned(self, count: int, size: int, is_padded: bool) -> torch.Tensor:
-        """[count, size] int64, of which each row begins at a multiple of 16 bytes; zeros where rows
-        of padding may stay as they are."""
+        """[count, size] int64; each row begins at a multiple of 16 bytes. Zeros, where padding rows
+        are not written."""
         make = torch.zeros if is_padded else torch.empty
         rows = make((count, size + size % 2), dtype=torch.int64, device=self._device)
         return rows[:, :size]
 
     def _q_starts(self, batch: ForwardBatch) -> torch.Tensor:
-        """Also of a batch that is not packed. A step of the same lengths as the last such one
-        copies nothing."""
+        """Returns `q_starts`, also for a batch that is not packed. A step of the same lengths as
+        the last one copies nothing."""
         if batch.q_starts is not None:
             return batch.q_starts
         if batch.q_lens != self._known_q_lens:

@@ -60,7 +60,7 @@ def write_drafts(
     num_drafts: torch.Tensor | None,
     confidence: torch.Tensor | None,
 ) -> None:
-    """Does what `RequestRows.write_drafts` does of chains; trees are written apart."""
+    """Writes chains as `RequestRows.write_drafts` does; trees are written apart."""
     width = tokens.shape[1]
     assert width < state.max_pending, "More drafts than may be pending."
     table = None if state.confidence is None else state.confidence.drafts

@@ -35,7 +35,7 @@ class NewRow:
         tokens: [n] int32; all that is known of the request's sequence: its prompt and, after a
             retraction, its output so far. Never changed after it is given.
         seed: int64 seed of the request's noise.
-        adjustments: what is done to its logits; None for nothing.
+        adjustments: changes of its logits; None: none.
         namespace: text and KV are shared only between requests that have the same.
     """
 
@@ -50,8 +50,8 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class EndedText:
-    """Text of a request that has ended, and was not aborted. It stands in the request's row of the
-    token table until the row is another request's.
+    """Text of a request that has ended and was not aborted. It stays in the request's row of the
+    token table until another request gets the row.
 
     Attributes:
         row: index in the request-to-token table.
@@ -76,10 +76,10 @@ class LogprobPlan:
 
     Attributes:
         emitting: indices of the emitting requests that want those of their tokens.
-        emitted: what they want, in that order.
+        emitted: the log-probabilities that they want, in that order.
         prompt_rows: rows whose next token is a prompt token to be scored.
         prompt_targets: those next tokens.
-        prompts: what is wanted there.
+        prompts: the log-probabilities that are wanted there.
     """
 
     emitting: list[int]
@@ -94,8 +94,8 @@ class ScheduleBatch:
     """One step of R requests, as the scheduler asks for it, those that feed a prompt first. Never
     changed after it is built.
 
-    What depends on the results of a step in flight (watermarks, pending tokens) is on the device
-    under each request's row.
+    State that depends on the results of a step in flight (watermarks, pending tokens) is on the
+    device, in each request's row.
 
     Attributes:
         rows: R row indices.
@@ -111,9 +111,9 @@ class ScheduleBatch:
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
         logprobs: None when none are wanted.
-        hidden_rows: rows whose last hidden states are returned. Rows that the worker did not
-            feed may be named; what is returned for them means nothing.
-        constraint: restricts what requests with a grammar may be given; None: no request has one.
+        hidden_rows: rows whose last hidden states are returned. They may include rows that the
+            worker did not feed, whose results mean nothing.
+        constraint: restricts the tokens of requests with a grammar; None: no request has one.
     """
 
     rows: list[int]
@@ -218,11 +218,11 @@ class GenerationBatchResult:
         return self._copy.is_ready
 
     def wait(self) -> None:
-        """Returns when the step's tokens have been computed; the next drafts may not be yet."""
+        """Waits until the step's tokens have been computed; the next drafts may not be yet."""
         self._copy.wait()
 
     def read(self) -> HostResult:
-        """Waits for the step and returns its outcome, the same to each who asks."""
+        """Waits for the step and returns its outcome, the same object to every caller."""
         return self._outcome
 
     @cached_property
@@ -249,7 +249,7 @@ class Worker(Protocol):
     """Runs steps. Launching returns at once where the device is asynchronous."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
-        """Rows that a request with these parameters needs per step."""
+        """Returns the rows that a request with these parameters needs per step."""
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launches one step."""

@@ -27,16 +27,17 @@ class AttentionCapabilities:
 
     Attributes:
         page_sizes: None for any.
-        tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
-        max_mask_entries: of a step with `ancestors`, the most pairs of a row that it feeds and a
-            key of its request; None: any number.
+        tree_masks: it obeys `ForwardBatch.ancestors` and `tree_starts`.
+        max_mask_entries: in a step with `ancestors`, the most pairs of a fed row and a key of its
+            request; None: any number.
         captures_trees: graphs may have steps with `ancestors`.
-        reads_q_starts: `ForwardBatch.q_starts` stays on the device, so a packed batch makes the
-            host wait for nothing. Other backends attend packed batches too, but read it first.
-        captures_plans: a plan for a graph whose `GraphKey.is_uniform` does nothing on the host
-            that depends on more than the key once it was called for it, so one graph may have
-            several such steps, each planned in the capture, and a replay of it plans nothing.
-        reads_kv_starts: it heeds `MHATokenToKVPool.kv_starts`.
+        reads_q_starts: it reads `ForwardBatch.q_starts` on the device, so the host does not wait
+            for a packed batch. Other backends attend packed batches too, but the host reads
+            `q_starts` first.
+        captures_plans: after the first call for a key with `GraphKey.is_uniform`, the host's part
+            of a plan depends on the key alone. So one graph may have several such steps, each
+            planned in the capture, and a replay plans nothing.
+        reads_kv_starts: it obeys `MHATokenToKVPool.kv_starts`.
     """
 
     devices: frozenset[str]
@@ -67,16 +68,16 @@ class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged KV pool. The step's own K and V of a layer
     are in the pool when `forward` is called for it.
 
-    A query row at position p sees the keys of positions 0..p of its own request, but for those that
+    A query row at position p sees the keys of positions 0..p of its own request, except those that
     `ForwardBatch.ancestors` hides; these positions count the request's tokens with KV. In a layer
-    with a sliding window w (arXiv 2310.06825, section 2) it sees the last w of them alone: without
-    a tree p-w+1..p, and in a tree, where a row sees one row of each depth above its own, those at
-    most w-1 before it by `ForwardBatch.positions`. Nothing before `MHATokenToKVPool.kv_starts` is
-    seen; all rows of a batch stand after it.
+    with a sliding window w (arXiv 2310.06825, section 2) it sees only the last w of them: without a
+    tree p-w+1..p; in a tree, where a row sees one row of each depth above its own, those at most
+    w-1 before it by `ForwardBatch.positions`. Keys before `MHATokenToKVPool.kv_starts` are not
+    seen; all rows of a batch come after it.
 
-    Of rows of padding in a packed batch the result is anything, NaN too. It spreads nowhere: no
-    operation mixes rows, and their K and V go to the dummy slot, which only torch_native reads;
-    that one gives zeros for them.
+    Results of padding rows in a packed batch are arbitrary, maybe NaN. They do not spread: no
+    operation mixes rows, and the K and V of these rows go to the dummy slot, which only
+    torch_native reads; it gives zeros for them.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class AttentionBackend(Protocol):
     def capabilities(cls) -> AttentionCapabilities: ...
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Once per step (and once before each capture and replay of a graph), before the first
-        layer. See `ForwardBatch.graph_key`. A batch has `ancestors` only if the backend has
-        `tree_masks`.
+        """Prepares a step: called once per step (and once before each capture and replay of a
+        graph), before the first layer. See `ForwardBatch.graph_key`. A batch has `ancestors` only
+        if the backend has `tree_masks`.
         """
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def load_flashinfer() -> ModuleType:
     """The package; its import asks torch for the GPUs.
 
     Raises:
-        ValueError: if it is not installed, or lacks what it compiles its kernels with.
+        ValueError: if it is not installed, or lacks tools to compile its kernels.
     """
     try:
         package = importlib.import_module("flashinfer")
@@ -65,7 +65,8 @@ def load_flashinfer() -> ModuleType:
 
 
 def why_not_here() -> str | None:
-    """Why FlashInfer cannot run on this host, by what is installed alone; None if it may."""
+    """Returns why FlashInfer cannot run on this host, judging by installed software alone; None if
+    it may."""
     if importlib.util.find_spec("flashinfer") is None:
         return f"flashinfer-python is not installed (pip install flashinfer-python=={VERSION})"
     if missing := missing_tools():
@@ -74,7 +75,7 @@ def why_not_here() -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """Returns what FlashInfer lacks to compile, looking where it looks."""
+    """Returns the tools that FlashInfer lacks for compiling, looking where it looks."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:  # kernels compiled beforehand
         return []
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -86,8 +87,9 @@ def missing_tools() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _PagedStep:
-    """A step as FlashInfer's plans take it. All but `page_indices` lie on the host, page-locked:
-    a plan reads them there without waiting, and its copies to the device wait for nothing.
+    """A step in the form of FlashInfer's plans. All but `page_indices` lie on the host,
+    page-locked: a plan reads them there without waiting, and its copies to the device do not wait
+    either.
 
     Attributes:
         layout: the same as numbers.
@@ -109,9 +111,10 @@ class _Memory:
     """The memory that a wrapper works in.
 
     Attributes:
-        floats: [bytes] uint8; partial results. Shared: each kernel is done with it before the next.
-        page_indices: [pages of a step at most] int32 at a graph's address, shared likewise since
-            a plan fills it before each replay; None without a graph.
+        floats: [bytes] uint8; partial results. Shared by all wrappers: kernels run one after the
+            other.
+        page_indices: [most pages of a step] int32 at a graph's address, shared too, since a plan
+            fills it before each replay; None without a graph.
     """
 
     floats: torch.Tensor
@@ -119,8 +122,8 @@ class _Memory:
 
 
 class _Growing:
-    """Memory handed out again and again. What is too small is replaced, and those who have it keep
-    it: graphs know its address."""
+    """Memory that is handed out repeatedly. Memory that is too small is replaced; earlier users
+    keep it, since graphs hold its address."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._tensor = torch.empty(0, dtype=dtype, device=device)
@@ -169,7 +172,7 @@ class _Wrapper:
             self._wrapper.reset_workspace_buffer(memory.floats, ints)
 
     def _graph_options(self, key: GraphKey, memory: _Memory) -> dict[str, Any]:
-        """Buffers at addresses that the graph of `key` may know."""
+        """Returns buffers at addresses that the graph of `key` may hold."""
         ints = torch.zeros((3, key.num_reqs + 1), dtype=torch.int32, device=self._device)
         qo_indptr, page_indptr, last_page_lens = ints[0], ints[1], ints[2, :-1]
         if self._is_decode:
@@ -194,8 +197,8 @@ class _Wrapper:
         dtype: torch.dtype,
         mask: torch.Tensor | None = None,
     ) -> None:
-        """Tells FlashInfer of a step. With a mask of `tree_masks`, in which the window is, it waits
-        for the device; without one rows are causal."""
+        """Gives a step to FlashInfer. With a mask of `tree_masks`, which includes the window, it
+        waits for the device; without one, rows are causal."""
         # FlashInfer writes each plan to the same page-locked buffer and does not ask whether the
         # copy of the last one to the device has happened. It has, unless the host is more than a
         # step ahead; the step that the copy was for is not waited for.
@@ -213,7 +216,7 @@ class _Wrapper:
         pages = (step.page_indptr, step.page_indices, step.last_page_lens)
         longest = {"max_token_per_sequence": max(step.layout.q_lens)}
         if mask is not None:
-            # It packs masks on the device, by numbers that must be there.
+            # It packs masks on the device, by numbers that must have arrived there.
             numbers = (step.qo_indptr, *pages)
             on_device = [each.to(self._device, non_blocking=True) for each in numbers]
             options |= {"custom_mask": mask, "window_left": -1, **longest}
@@ -237,8 +240,8 @@ class _Wrapper:
 
 
 def _read_lens(batch: ForwardBatch) -> tuple[list[int], list[int]]:
-    """The rows that each request feeds, and its tokens with KV after the step; waits for the device
-    where the host does not know them."""
+    """Returns the rows that each request feeds, and its tokens with KV after the step; waits for
+    the device where the host does not know them."""
     num_reqs = len(batch.q_lens)
     if batch.q_starts is not None:
         numbers = torch.cat((batch.kv_lens, batch.q_starts)).tolist()
@@ -253,7 +256,7 @@ class FlashInferBackend:
     trees waits, too, while FlashInfer packs its masks, and replays no graph.
 
     A graph is planned for all its requests with the same number of rows each. Every `GraphKey` and
-    window has wrappers of its own, since what a graph knows of a plan (grids, addresses) is fixed.
+    window has wrappers of its own, since the grids and addresses of a plan in a graph are fixed.
     """
 
     def __init__(
@@ -327,7 +330,7 @@ class FlashInferBackend:
         windows, masks = dict.fromkeys(self._window_of_layer), dict[int | None, torch.Tensor]()
         if batch.ancestors is not None:
             masks = tree_masks(batch, layout, self._window_of_layer)
-        is_decode = layout.is_decode and not masks  # whose kernels know no masks
+        is_decode = layout.is_decode and not masks  # decode kernels take no masks
         self._current = {window: self._wrapper(key, is_decode, window) for window in windows}
         for window, wrapper in self._current.items():
             wrapper.plan(step, self._page_size, self._dtype, masks.get(window))
@@ -336,13 +339,13 @@ class FlashInferBackend:
         assert q.stride(-1) == 1
         out = q.new_zeros(q.shape) if len(q) > self._num_tokens else q.new_empty(q.shape)
         if self._num_tokens > 0:
-            fed = slice(self._num_tokens)  # what follows is padding of a packed batch
+            fed = slice(self._num_tokens)  # rows after these pad a packed batch
             wrapper = self._current[self._window_of_layer[layer]]
             wrapper.run(q[fed], self._k_pages[layer], self._v_pages[layer], out[fed])
         return out.flatten(1)
 
     def _on_host(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Page-locked int32."""
+        """Returns a page-locked int32 tensor."""
         is_pinned = self._device.type == "cuda"
         return torch.tensor(numbers, dtype=torch.int32, pin_memory=is_pinned)
 
@@ -377,7 +380,7 @@ class FlashInferBackend:
         needed = self._heads.graph_workspace_bytes(
             self._num_multiprocessors, key.num_reqs, key.num_tokens
         )
-        # Requests may share pages, so the pool's size is no bound: but each names one row.
+        # Requests may share pages, so the pool's size is no bound; but each request names one row.
         num_rows, width = self._table.shape
         num_pages = max(num_rows, key.num_reqs) * -(-width // self._page_size)
         return _Memory(

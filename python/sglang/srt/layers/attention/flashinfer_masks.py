@@ -1,5 +1,5 @@
-"""Masks of trees as FlashInfer takes them: one bool for each pair of a row and a key of its own
-request, request after request, each row by row."""
+"""Masks of trees in FlashInfer's form: one bool for each pair of a row and a key of its request,
+request after request, row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.flashinfer_plan import StepLayout
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 
-MAX_ENTRIES = 1 << 22  # that are computed at once; each takes some 30 bytes meanwhile
+MAX_ENTRIES = 1 << 22  # computed at once; each takes some 30 bytes meanwhile
 
 
 def tree_masks(
@@ -28,14 +28,14 @@ def tree_masks(
     Args:
         layout: of the batch, exact.
         windows: of the layers; as for `AttentionBackend`.
-        max_entries: pairs that are computed at once, and at least one row.
+        max_entries: pairs that are computed at once, at least those of one row.
     """
     assert batch.ancestors is not None, "No trees."
     device, wished = batch.ancestors.device, list(dict.fromkeys(windows))
     columns = torch.arange(max(layout.kv_lens), device=device)
     rows = _rows_of(batch, layout)
     count, num_rows = rows.num_entries, len(rows.at)
-    # What lies after the keys of a row's own request is written to one entry more.
+    # Columns after the keys of a row's own request are written to one extra entry.
     masks = {w: torch.empty(count + 1, dtype=torch.bool, device=device) for w in wished}
     step = max(1, max_entries // len(columns))
     for first in range(0, num_rows, step):
@@ -47,7 +47,7 @@ def tree_masks(
             if window is None or window >= len(columns):
                 mask.scatter_(0, places, seen.flatten())
                 continue
-            if order is None:  # in place of a position, how many keys are seen up to here
+            if order is None:  # in place of a position, the number of keys seen up to here
                 order = seen.cumsum(-1, dtype=torch.int32)
             near = seen & (order > order[:, -1:] - window)
             mask.scatter_(0, places, near.flatten())
@@ -60,11 +60,11 @@ class _Rows:
 
     Attributes:
         kv_lens: tokens with KV of its request.
-        at: its own place among these.
-        starts: the place that bit 0 of `ancestors` stands for.
+        at: the row's own place among these.
+        starts: the place that bit 0 of `ancestors` means.
         ancestors: as in `ForwardBatch`.
-        origins: its first entry of a mask.
-        num_entries: of a mask.
+        origins: the row's first entry in a mask.
+        num_entries: entries of a mask.
     """
 
     kv_lens: torch.Tensor
@@ -86,7 +86,7 @@ class _Rows:
         )
 
     def sees(self, columns: torch.Tensor) -> torch.Tensor:
-        """[T, len(columns)] bool; which of the keys at these places each row sees."""
+        """[T, len(columns)] bool; whether each row sees the keys at these places."""
         bit = columns - self.starts
         has_bit = (self.ancestors >> bit.clamp(0, MAX_TREE_ROWS - 1)) & 1 == 1
         return (columns <= self.at) & ((bit < 0) | has_bit)
@@ -101,7 +101,7 @@ def _rows_of(batch: ForwardBatch, layout: StepLayout) -> _Rows:
         origin += q_len * kv_len
     q_lens, kv_lens, origins = to_device(numbers, device, torch.int64).T
     starts = kv_lens - q_lens if batch.tree_starts is None else batch.tree_starts
-    # Of a request with more from there on, all rows are plain causal.
+    # If a request has more from there on, all its rows are plain causal.
     starts = torch.where(kv_lens - starts <= MAX_TREE_ROWS, starts, kv_lens)
     requests = torch.repeat_interleave(q_lens, output_size=num_rows)
     firsts = (q_lens.cumsum(0) - q_lens)[requests]

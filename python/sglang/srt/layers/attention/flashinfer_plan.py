@@ -1,5 +1,5 @@
-"""Lays out a step for FlashInfer from numbers that the host has: neither a device nor FlashInfer is
-needed here."""
+"""Lays out a step for FlashInfer from numbers of the host. Needs neither a device nor
+FlashInfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 HEAD_DIMS = (64, 128, 256)
 LEAST_FLOAT_WORKSPACE_BYTES = 128 << 20
-BLOCKS_PER_MULTIPROCESSOR = 2  # that FlashInfer's plan fills with splits of the KV
+BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's plan fills them with splits of the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,15 @@ def lay_out(q_lens: Sequence[int], kv_lens: Sequence[int], page_size: int) -> St
 
 
 def window_left(window: int | None) -> int:
-    """Keys before its own position that a query sees, in FlashInfer's counting: -1 is all."""
+    """Returns the keys before its own position that a query sees, as FlashInfer counts them: -1 is
+    all."""
     return -1 if window is None else window - 1
 
 
 def uses_tensor_cores(group: int) -> bool:
-    """For a step of one row per request, given the query heads of a KV head. The kernel without
-    tensor cores has no groups of 5 to 7 or above 8, and reads K and V once per query head."""
+    """Decides for a step of one row per request, given the query heads of a KV head. The kernel
+    without tensor cores supports no groups of 5 to 7 or above 8, and reads K and V once per query
+    head."""
     return group >= 4
 
 
@@ -97,20 +99,20 @@ class Heads:
     def graph_workspace_bytes(
         self, num_multiprocessors: int, num_reqs: int, num_tokens: int
     ) -> int:
-        """Bytes of float workspace for the graphs of a key. There FlashInfer reserves room for the
-        largest tiles that any split of the rows could need, one at least per request."""
+        """Bytes of float workspace for the graphs of a key. For graphs FlashInfer reserves room for
+        the largest tiles that any split of the rows could need, at least one per request."""
         tile = self._tile((num_tokens - num_reqs + 1) * self.group)
         num_tiles = -(-num_tokens * self.group // tile) + num_reqs - 1
         return self._workspace_bytes(num_multiprocessors, tile, num_tiles)
 
     def _tile(self, packed_rows: int) -> int:
-        """Rows of a tile, the query heads of a KV head being rows of their own."""
+        """Rows of a tile, where each query head of a KV head is a row of its own."""
         if packed_rows > 64 and self.head_dim < 256:
             return 128
         return 64 if packed_rows > 16 else 16
 
     def _workspace_bytes(self, num_multiprocessors: int, tile: int, num_tiles: int) -> int:
-        """A result and its weight, in float32, of each row of each tile."""
+        """Bytes of a result and its weight, in float32, for each row of each tile."""
         num_splits = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors // self.num_kv_heads
         num_rows = self.num_heads * max(num_splits, num_tiles) * tile
         alignment = 64

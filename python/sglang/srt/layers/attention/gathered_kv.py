@@ -11,9 +11,9 @@ MAX_KEPT_BYTES = 256 << 20  # of all layers together; above it nothing is kept
 class GatheredKV:
     """Gathers the paged KV of a batch; while the batch stays the same, only its new tokens.
 
-    A step may add to what the step before it gathered if both have the same requests, told by
-    their slots: no slot that either step names can have been written by another in between, since
-    every step that is attended without this class calls `forget`.
+    A step may add to the KV that the step before gathered if both have the same requests,
+    recognized by their slots. No other step can have written these slots in between, since every
+    step that is attended without this class calls `forget`.
 
     Args:
         pool: per layer [num_slots, 2 * num_kv_heads, head_dim].
@@ -32,7 +32,7 @@ class GatheredKV:
         self._is_extended = False
 
     def forget(self) -> None:
-        """The next step gathers everything."""
+        """Makes the next step gather everything."""
         self._slots = None
 
     def plan(self, slots: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor) -> None:
@@ -56,8 +56,8 @@ class GatheredKV:
         self._kv_lens = kv_lens
 
     def gather(self, layer: int) -> torch.Tensor:
-        """[N, capacity, 2 * num_kv_heads, head_dim] of a layer, after this step's K and V are in
-        the pool; what lies past a request's end is meaningless but finite."""
+        """Returns [N, capacity, 2 * num_kv_heads, head_dim] of a layer, after this step's K and V
+        are in the pool; values past a request's end are meaningless but finite."""
         pool = self._pool[layer]
         buffer = self._buffers[layer][: self._num_entries]
         if self._is_extended:

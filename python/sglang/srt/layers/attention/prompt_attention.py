@@ -35,11 +35,12 @@ from sglang.srt.platform import has_warp_group_mma
 
 # Fewer rows, or rows that see less, gain less by the faster kernel than gathering KV costs.
 MIN_ROWS, MIN_KV_LEN = 128, 512
-# A graph launches these kernels anyway, and they are faster for any prompt's rows that see so much.
+# Graphs launch these kernels anyway, and they are faster for all prompt rows that see at least
+# this.
 LONG_KV_LEN = 2048
 MAX_GATHERED_BYTES = 1 << 30  # of a layer's K and V; requests beyond are attended where they lie
-GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, whatever its length
-# In graphs of more rows nothing is split: adding up would be launched for nothing nearly always.
+GRAPH_POSITIONS = 1024  # a graph's programs suit this length, and gather KV of any length
+# Graphs of more rows split nothing: the launch that adds up would nearly always be useless.
 MAX_SPLIT_GRAPH_ROWS = 512
 NO_REQUEST = -1
 _TILES = Tiles(block_m=PACKED_ROWS, block_n=BLOCK_N, num_warps=4, num_stages=1)  # of all items
@@ -63,7 +64,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptItems:
-    """The inputs that the kernels read of a step.
+    """The inputs of the kernels for a step.
 
     Attributes:
         items: [I, 5] int32, see `prompt_kernel.py`; empty ones have no rows.
@@ -71,7 +72,7 @@ class PromptItems:
         num_splits: [1] int32.
         num_positions: of the longest request, about.
         num_shares: items times splits, at most.
-        may_be_split: what splits leave may have to be added up.
+        may_be_split: the results of splits may have to be added up.
     """
 
     items: torch.Tensor
@@ -84,7 +85,7 @@ class PromptItems:
 
 @dataclass(slots=True)
 class _GraphItems:
-    """The items that a graph reads, and the memory that holds them with what was written last."""
+    """The items that a graph reads, their memory, and the values written last."""
 
     room: PromptItems
     memory: torch.Tensor
@@ -112,7 +113,7 @@ class PromptAttention:
         self._kv_pool = kv_pool
         self._num_kv_heads = kv.shape[1] // 2
         self._num_multiprocessors = num_multiprocessors
-        # Filled with NaN, so that reading what no split has written shows.
+        # Filled with NaN, so that reading a place that no split has written shows.
         size = workspace_size(MAX_ROUNDS * num_multiprocessors, PACKED_ROWS, kv.shape[2])
         self._workspace = torch.full((size,), float("nan"), device=kv.device)
         self._rows_per_item = rows_per_item(2 * num_heads // kv.shape[1])
@@ -134,12 +135,12 @@ class PromptAttention:
         )
 
     def plan(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> frozenset[int]:
-        """Once per step that replays no graph; returns the requests that it takes.
+        """Prepares a step that replays no graph; returns the requests that this class attends.
 
         Args:
             q_lens, kv_lens: rows that each request feeds, and its tokens with KV after the step, at
-                most. In a packed batch the first requests feed exactly that many, and none of the
-                others as many as MIN_ROWS: so the host knows where the rows of prompts lie.
+                most. In a packed batch the first requests feed exactly that many, and the others
+                fewer than MIN_ROWS: so the host knows where the rows of prompts lie.
         """
         taken, starts = choose(prompts_of(q_lens, kv_lens), self._gathered.shape[0])
         self._step = None
@@ -156,7 +157,7 @@ class PromptAttention:
     def plan_graph(
         self, key: GraphKey, q_lens: Sequence[int], kv_lens: Sequence[int]
     ) -> frozenset[int]:
-        """As `plan`, before each capture and replay of a graph."""
+        """Does the same before each capture and replay of a graph."""
         most_prompts = key.num_tokens // MIN_ROWS if key.tag == MIXED else 0
         self._step = None
         if most_prompts == 0:
@@ -208,13 +209,13 @@ class PromptAttention:
         paged: Paged,
         window: int | None,
     ) -> None:
-        """Does what `forward` does once K and V of a layer are gathered."""
+        """Attends, once K and V of a layer are gathered."""
         step = self._step
         assert step is not None
         shares = step.num_splits, self._workspace
         attend_prompts(q, gathered, out, step.items, paged, window, *shares, step.num_shares)
         if step.may_be_split:
-            paged = replace(paged, ancestors=None)  # prompts are no trees
+            paged = replace(paged, ancestors=None)  # prompts have no trees
             sums = _TILES, MAX_SPLITS, self._workspace
             add_up_splits(
                 q, kv, out, step.items, paged, window, *sums, device_splits=step.num_splits
@@ -225,7 +226,7 @@ class PromptAttention:
         return choose_splits(tiles, self._num_kv_heads, self._num_multiprocessors)
 
     def _most_shares(self, num_items: int) -> int:
-        """Items times splits of any step of up to `num_items` items."""
+        """Returns the most items times splits of any step of up to `num_items` items."""
         return max(num_items, MAX_ROUNDS * self._num_multiprocessors // self._num_kv_heads)
 
 
@@ -247,9 +248,9 @@ def prompts_of(
 def choose(
     prompts: Sequence[Prompt], capacity: int, most: int | None = None
 ) -> tuple[list[Prompt], list[int]]:
-    """Prompts that are gathered, those that feed most first, `most` of them at most, as long as
-    there is room for their KV, and the row of each one's first position. `capacity` is in tokens, a
-    multiple of BLOCK_N."""
+    """Chooses the prompts that are gathered, at most `most`, those that feed most rows first, while
+    there is room for their KV. Returns them with the row of each one's first position. `capacity`
+    is in tokens, a multiple of BLOCK_N."""
     taken, starts = list[Prompt](), list[int]()
     end = 0
     for prompt in sorted(prompts, key=lambda prompt: -prompt.q_len):
@@ -262,8 +263,8 @@ def choose(
 
 
 def make_items(prompts: Sequence[Prompt], starts: Sequence[int], rows_per_item: int) -> list[int]:
-    """The items of `prompt_kernel.py`. Those that see most KV come first: the last ones to run are
-    short, so that multiprocessors end together."""
+    """Makes the items of `prompt_kernel.py`. Those that see most KV come first, and short ones run
+    last, so that multiprocessors end together."""
     items = list[tuple[int, tuple[int, ...]]]()
     for prompt, start in zip(prompts, starts, strict=True):
         for first in range(0, prompt.q_len, rows_per_item):
@@ -276,7 +277,7 @@ def make_items(prompts: Sequence[Prompt], starts: Sequence[int], rows_per_item: 
 
 
 def make_places(prompts: Sequence[Prompt], starts: Sequence[int]) -> list[int]:
-    """The places of `gather_kv`."""
+    """Makes the places of `gather_kv`."""
     places = list[int]()
     for prompt, start in zip(prompts, starts, strict=True):
         places += (prompt.request, start, _align(prompt.kv_len))
@@ -284,7 +285,7 @@ def make_places(prompts: Sequence[Prompt], starts: Sequence[int]) -> list[int]:
 
 
 def tiles_of_items(prompts: Sequence[Prompt], rows_per_item: int) -> list[int]:
-    """Tiles of KV that each item sees, sliding windows aside."""
+    """Returns the tiles of KV that each item sees, without regard to sliding windows."""
     return [
         _align(prompt.kv_len - prompt.q_len + min(first + rows_per_item, prompt.q_len)) // BLOCK_N
         for prompt in prompts
@@ -295,7 +296,7 @@ def tiles_of_items(prompts: Sequence[Prompt], rows_per_item: int) -> list[int]:
 def _parts(
     numbers: torch.Tensor, size: int, num_positions: int, num_shares: int, may_be_split: bool
 ) -> PromptItems:
-    """Takes apart a tensor of the items, `size` numbers, then the places, then the splits."""
+    """Splits a tensor into the items (`size` numbers), the places and the splits."""
     return PromptItems(
         items=numbers[:size].view(-1, PROMPT_ITEM_SIZE),
         places=numbers[size:-1].view(-1, PLACE_SIZE),

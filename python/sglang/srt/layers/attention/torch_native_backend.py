@@ -25,9 +25,9 @@ class _Group:
     Attributes:
         tokens: [N, q] int64; their rows among the T of the batch, or None for all in order.
         positions: [N, q] int64; places among the request's tokens with KV that is seen.
-        kv_lens: [N] int64; how many these are.
+        kv_lens: [N] int64; number of these tokens.
         slots: [N, L] int64; KV slots, the dummy slot past a request's end.
-        masks: for each distinct window of the model, [N, 1, q, L] bool: which keys a query sees.
+        masks: for each distinct window of the model, [N, 1, q, L] bool: whether a query sees a key.
     """
 
     tokens: torch.Tensor | None
@@ -128,8 +128,8 @@ class TorchNativeBackend:
         return out.reshape(num * queries, num_heads, head_dim)
 
     def _gather(self, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """K and V of `slots`, in a buffer that all layers and steps share: fresh memory of this
-        size would cost more than the copy."""
+        """Gathers K and V of `slots` in a buffer that all layers and steps share: fresh memory of
+        this size would cost more than the copy."""
         count = slots.numel()
         if self._scratch.shape[0] < count:
             self._scratch = kv.new_empty((count + count // 4, *kv.shape[1:]))
@@ -137,7 +137,7 @@ class TorchNativeBackend:
         return self._scratch[:count].view(*slots.shape, *kv.shape[1:])
 
     def _make_group(self, batch: ForwardBatch, q_len: int, part: list[int] | None) -> _Group:
-        """The group of the requests `part` (None: all), which feed q_len rows each."""
+        """Makes the group of the requests `part` (None: all), which feed q_len rows each."""
         device = batch.positions.device
         if part is None:
             length = max(batch.kv_len_upper_bounds)
@@ -167,8 +167,8 @@ class TorchNativeBackend:
         return _Group(tokens, positions, kv_lens, slots, masks)
 
     def _slots(self, rows: torch.Tensor, first: torch.Tensor, length: int) -> torch.Tensor:
-        """[N, length] int64; of rows [N] of the table from the columns first [N] on, any after
-        their ends."""
+        """[N, length] int64; slots of rows [N] of the table from columns first [N] on, arbitrary
+        past their ends."""
         if self._kv_starts is None:
             return self._table[rows, :length].to(torch.int64)
         columns = first[:, None] + torch.arange(length, device=rows.device)
@@ -178,8 +178,8 @@ class TorchNativeBackend:
     def _make_masks(
         self, columns: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Masks over columns [L] of queries at positions [N, q], within `tree` [N, 1, q, L] bool;
-        one object where no window cuts anything off."""
+        """Makes masks over columns [L] for queries at positions [N, q], within `tree` [N, 1, q, L]
+        bool. Windows that cut nothing off share one object."""
         at = positions[:, None, :, None]
         if tree is None:
             seen, past = columns <= at, at
@@ -197,14 +197,15 @@ class TorchNativeBackend:
         return len(indices) * q_len * length <= MAX_MASK_ENTRIES
 
     def _split(self, batch: ForwardBatch, q_len: int, indices: list[int]) -> list[list[int]]:
-        """Parts of `indices` whose masks stay within MAX_MASK_ENTRIES (one request at least)."""
+        """Divides `indices` into parts whose masks stay within MAX_MASK_ENTRIES (at least one
+        request each)."""
         length = max(batch.kv_len_upper_bounds[index] for index in indices)
         size = max(1, MAX_MASK_ENTRIES // (q_len * length))
         return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
 def _unpacked(batch: ForwardBatch, starts: list[int]) -> ForwardBatch:
-    """The same step as the host would have it if it knew `q_starts`, without padding."""
+    """Returns the same step with host lengths from `q_starts` and without padding."""
     q_lens = [end - start for start, end in pairwise(starts)]
     assert 0 == starts[0] <= starts[-1] <= batch.positions.shape[0], starts
     assert all(0 <= q_len <= most for q_len, most in zip(q_lens, batch.q_lens, strict=True))
@@ -218,10 +219,10 @@ def _unpacked(batch: ForwardBatch, starts: list[int]) -> ForwardBatch:
 
 
 def _tree_mask(ancestors: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
-    """Returns which keys `ancestors` [N, q] int64 let a query see.
+    """Returns the mask of the keys that `ancestors` [N, q] int64 let a query see.
 
     Args:
-        row_of: [N, L] int64; row of the step that each key is of, below 0 if of none.
+        row_of: [N, L] int64; the step's row that each key belongs to, negative for none.
 
     Returns:
         [N, 1, q, L] bool.

@@ -28,7 +28,7 @@ from sglang.srt.layers.forward_batch import MIXED, RAGGED, ForwardBatch, GraphKe
 from sglang.srt.layers.triton_launch import INTERPRETED, beside_each_other
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
-MIN_SPLITS = 3  # fewer gain less than adding them up costs
+MIN_SPLITS = 3  # with fewer, adding up costs more than they gain
 # Programs of a packed graph's wide items, most of them empty, for each program that fills the GPU.
 MAX_WIDE_PROGRAMS = 4
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
@@ -37,11 +37,11 @@ DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Items of requests that feed few rows, and how they are launched.
+    """Items of requests that feed few rows, and their launch.
 
     Attributes:
         items: [I, 4] int32.
-        num_splits: of the KV of each item; 1: a single program writes the result.
+        num_splits: splits of the KV of each item; 1: a single program writes the result.
         workspace: for splits; no other kernel of the step uses it.
     """
 
@@ -53,7 +53,7 @@ class FewRows:
 
 @dataclass(frozen=True, slots=True)
 class ManyRows:
-    """Items of requests that feed many rows, and how they are launched.
+    """Items of requests that feed many rows, and their launch.
 
     Attributes:
         items: [I, 4] int32.
@@ -94,7 +94,7 @@ class TritonBackend:
             many_item=tuning.extend.block_m // self._group,
         )
         # One for each group of few rows: their kernels run beside each other. Filled with NaN, so
-        # that reading what no split has written shows.
+        # that reading a place that no split has written shows.
         self._wide_workspace, self._narrow_workspace = (
             torch.full(
                 (workspace_size(num_programs, tiles.block_m, head_dim),),
@@ -194,7 +194,7 @@ class TritonBackend:
         return out
 
     def _plan_prompts(self, batch: ForwardBatch) -> frozenset[int]:
-        """Requests that `PromptAttention` attends."""
+        """Returns the requests that `PromptAttention` attends."""
         if self._prompts is None:
             return frozenset()
         q_lens, kv_lens = batch.q_lens, batch.kv_len_upper_bounds
@@ -203,13 +203,13 @@ class TritonBackend:
         return self._prompts.plan(q_lens, kv_lens)
 
     def _plan_uniform(self, q_len: int, count: int, longest: int) -> None:
-        """`count` requests of the same few rows."""
+        """Plans `count` requests of the same few rows."""
         items = self._uniform_items(q_len, count)
         self._few = [self._few_rows(items, q_len, longest, self._wide_workspace)]
         self._many = ManyRows(self._no_items, self._tuning.extend, None)
 
     def _plan_ragged(self, batch: ForwardBatch, prompts: frozenset[int]) -> None:
-        """All items of requests that are not in `prompts`, with one copy to the device."""
+        """Plans all items of requests that are not in `prompts`, with one copy to the device."""
         limits, bounds = self._limits, batch.kv_len_upper_bounds
         groups = ItemGroups.of(batch.q_lens, limits, prompts)
         room = groups.room
@@ -222,7 +222,7 @@ class TritonBackend:
         self._many = ManyRows(items[room.wide + room.narrow :], self._tuning.extend, None)
 
     def _plan_graph(self, batch: ForwardBatch, key: GraphKey, prompts: frozenset[int]) -> None:
-        """The items that the key has room for, at its own address; those of padding and of
+        """Plans the items that the key has room for, at its own address; those of padding and of
         `prompts` are empty."""
         longest = self._table.shape[1]
         if key.is_uniform and key.width <= self._limits.few:
@@ -290,7 +290,7 @@ class TritonBackend:
         longest_narrow: int,
         num_wide: int,
     ) -> None:
-        """The groups of few rows at the head of `items`, whose requests have KV for up to
+        """Sets the groups of few rows at the head of `items`, whose requests have KV for up to
         `longest_wide` or `longest_narrow` positions. About `num_wide` of the wide ones are not
         empty."""
         wide, narrow = items[: room.wide], items[room.wide :][: room.narrow]
@@ -305,8 +305,8 @@ class TritonBackend:
             )
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
-        """[count, 4]: the items of any step in which each request feeds q_len rows. They stay where
-        they are, since graphs know their address."""
+        """[count, 4]: the items of any step in which each request feeds q_len rows. They are never
+        moved, since graphs hold their address."""
         if q_len not in self._uniform:
             requests = range(self._table.shape[0])
             values = [number for i in requests for number in (i, i * q_len, q_len, q_len)]
@@ -322,18 +322,18 @@ class TritonBackend:
         workspace: torch.Tensor,
         num_used: int | None = None,
     ) -> FewRows:
-        """Items of up to most_rows rows, whose KV has up to `longest` positions; about `num_used`
-        are not empty, or all if that is None."""
+        """Plans items of up to most_rows rows, whose KV has up to `longest` positions; about
+        `num_used` are not empty, or all if that is None."""
         tiles, num_splits = self._split(len(items), most_rows, longest, num_used)
         return FewRows(items, tiles, num_splits, workspace)
 
     def _split(
         self, num_items: int, most_rows: int, longest: int, num_used: int | None = None
     ) -> tuple[Tiles, int]:
-        """Tiles of such items, and splits of their KV."""
+        """Chooses the tiles of such items, and the splits of their KV."""
         tuning = self._tuning
         is_narrow = most_rows <= self._limits.narrow
-        # Each size is compiled anew, so there is none between.
+        # Each size is compiled anew, so there are no sizes between.
         tiles = tuning.split if is_narrow else tuning.few
         num_programs = tuning.num_split_programs if is_narrow else tuning.num_programs
         wanted = num_programs // ((num_used or num_items) * self._num_kv_heads)

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton backend, and how many programs its steps have."""
+"""Block sizes of the Triton backend, and the number of programs of its steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tuning:
 
     @classmethod
     def choose(cls, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> Tuning:
-        """`group`: query heads that share a KV head; they stay in one block."""
+        """Chooses the tuning. `group`: query heads that share a KV head; they stay in one block."""
         least_m = triton.next_power_of_2(group)
         if INTERPRETED:  # tiny, so that tiny batches cross every edge
             tiles = Tiles(block_m=max(16, least_m), block_n=16, num_warps=4, num_stages=1)

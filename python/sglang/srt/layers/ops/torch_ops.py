@@ -1,5 +1,4 @@
-"""Computes what a layer does between its matrix products, in plain torch: the CPU runtime and the
-oracle."""
+"""Implements `LayerOps` in plain torch: the CPU runtime and the oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 
 
 class TorchOps:
-    """See `LayerOps` for what each does."""
+    """Implements `LayerOps`."""
 
     def __init__(self, device: torch.device) -> None: ...
 

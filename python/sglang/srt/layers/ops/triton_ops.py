@@ -1,6 +1,6 @@
-"""Computes what a layer does between its matrix products, each in one Triton kernel, and matrix
-products of few rows. All of it is bound by memory, or by the time that a launch takes; sums are
-float32.
+"""Implements `LayerOps`: the operations between matrix products, each in one Triton kernel, and
+matrix products of few rows. All of it is bound by memory, or by the time that a launch takes; sums
+are float32.
 
 On GPUs that can, a kernel is launched while the one before it ends (`PDL`: CUDA's programmatic
 dependent launch) and waits for it before it reads anything.
@@ -201,7 +201,7 @@ class _FewRows:
 
 
 class TritonOps:
-    """See `LayerOps` for what each does."""
+    """Implements `LayerOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

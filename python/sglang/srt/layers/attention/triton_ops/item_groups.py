@@ -1,6 +1,6 @@
-"""Cuts a step into work items (`items.py`), by what the host knows.
+"""Cuts a step into work items (`items.py`), by numbers of the host.
 
-There are three groups of items, each of its own tiles, so each a launch of its own:
+There are three groups of items, each with its own tiles and launch:
 
 - narrow: of requests that feed so few rows that they fit into a narrow tile, as decodes do;
 - wide: of other requests that feed few rows, as look-ahead does;
@@ -43,8 +43,8 @@ class ItemRoom:
 
     @classmethod
     def of_graph(cls, key: GraphKey, limits: RowLimits, by_bounds: bool = False) -> ItemRoom:
-        """The most items of any step that replays a graph, by group. `by_bounds`: of packed steps
-        too, whose items are cut by bounds that add up to more than the graph's rows."""
+        """Returns the most items of any step that replays a graph, by group. `by_bounds`: also of
+        packed steps, whose items are cut by bounds that add up to more than the graph's rows."""
         num_wide = 0
         if limits.few > limits.narrow:
             num_requests = key.num_reqs
@@ -70,8 +70,8 @@ class ItemGroups:
     def of(
         cls, q_lens: Sequence[int], limits: RowLimits, others: frozenset[int] = frozenset()
     ) -> ItemGroups:
-        """Groups requests that feed q_lens[i] rows, but none of those in `others`. Of those in
-        several items the last rows come first: they see most, so their programs are to start
+        """Groups requests that feed q_lens[i] rows, without those in `others`. If a request has
+        several items, its last rows come first: they see most, so their programs should start
         first."""
         groups = cls([], [], [])
         starts = accumulate(q_lens, initial=0)
@@ -92,7 +92,7 @@ class ItemGroups:
         return ItemRoom(*(len(group) // ITEM_SIZE for group in self._in_order()))
 
     def padded(self, room: ItemRoom) -> list[int]:
-        """All items in `room`; what is left of it is empty items."""
+        """Returns all items, filled up to `room` with empty ones."""
         found: list[int] = []
         sizes = room.wide, room.narrow, room.many
         for group, size in zip(self._in_order(), sizes, strict=True):
@@ -107,7 +107,7 @@ class ItemGroups:
 
 
 def _cut(request: int, start: int, q_len: int, most_rows: int) -> list[int]:
-    """Items of at most `most_rows` rows of a request whose first token is `start`."""
+    """Cuts a request whose first token is `start` into items of at most `most_rows` rows."""
     items: list[int] = []
     for first in reversed(range(0, q_len, most_rows)):
         rows = pack_rows(min(most_rows, q_len - first), first)

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention over work items (`items.py`), and what launches them."""
+"""Triton kernels of paged attention over work items (`items.py`), and their launches."""
 
 from __future__ import annotations
 

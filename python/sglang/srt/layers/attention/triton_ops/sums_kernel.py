@@ -1,4 +1,4 @@
-"""Adds up what several programs have found of an item, each over its share of the KV."""
+"""Adds up the results of several programs for an item, each over its share of the KV."""
 
 from __future__ import annotations
 
