@@ -98,6 +98,8 @@ WRONG_OF_ROUTES = {
     "--reasoning-parser none-such": "none-such",
     "--default-chat-template-kwargs [": "--default-chat-template-kwargs",
     "--allowed-origins nonsense": "--allowed-origins",
+    "--allowed-origins *": "--allowed-origins",
+    "--api-key=": "--api-key",
     "--host nowhere.invalid": "Choose another --port or --host",
 }
 MODELS = {"demo-eagle3": "serve that one", "nowhere": "nowhere"}
