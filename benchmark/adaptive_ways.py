@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+import argparse
+import random
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sglang
-from benchmark.mtp_model import start_engine
+from benchmark.engine_load import random_prompts
+from benchmark.held_out import held_out_prompts
+from benchmark.ways import EngineWay
+from sglang.srt.model_config import load_model_config, resolve_model_path
 
 PREDICTABLE, UNPREDICTABLE = "predictable", "unpredictable"
 KINDS = (PREDICTABLE, UNPREDICTABLE)
 HOT = 1.5  # temperature
 PLAIN = "no drafts"
+FIXED = [f"fixed {steps}" for steps in (1, 3, 7)]
+_EMA = {"speculative_adaptive": True, "speculative_num_steps": 3}
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     **{
-        f"fixed {steps}": {"speculative_num_steps": steps, "speculative_load_aware": "off"}
-        for steps in (1, 3, 7)
+        name: {"speculative_num_steps": int(name.split()[1]), "speculative_load_aware": "off"}
+        for name in FIXED
     },
-    "EMA, conservative": {
-        "speculative_adaptive": True,
-        "speculative_adaptive_config": "conservative",
-        "speculative_num_steps": 3,
-    },
-    "EMA, aggressive": {
-        "speculative_adaptive": True,
-        "speculative_adaptive_config": "aggressive",
-        "speculative_num_steps": 3,
-    },
+    "EMA, conservative": {**_EMA, "speculative_adaptive_config": "conservative"},
+    "EMA, aggressive": {**_EMA, "speculative_adaptive_config": "aggressive"},
     "auto": {"speculative_adaptive": True},
 }
-FIXED = [name for name in WAYS if name.startswith("fixed")]
 ADAPTIVE = [name for name in WAYS if name not in (PLAIN, *FIXED)]
 
 
@@ -47,6 +43,11 @@ def configured_ways(config: str | None) -> dict[str, dict[str, Any]]:
     }
 
 
+def engine_ways(flags: Mapping[str, dict[str, Any]]) -> dict[str, EngineWay]:
+    """Makes ways of their flags; all but PLAIN have the head."""
+    return {name: EngineWay(flags=each, is_drafted=name != PLAIN) for name, each in flags.items()}
+
+
 def params_of(kind: str, num_new: int, seed: int) -> dict[str, Any]:
     """Sampling parameters of a kind of text: code is greedy, random prompts are sampled hot.
 
@@ -59,40 +60,36 @@ def params_of(kind: str, num_new: int, seed: int) -> dict[str, Any]:
     return params
 
 
-def measures_prices(way: Mapping[str, Any]) -> bool:
-    """Whether an Engine with these flags measures prices of rounds when it starts."""
-    is_auto = way == WAYS["auto"]
-    return is_auto or way.get("speculative_adaptive_strategy") == "throughput"
-
-
-def switches_of(engine: sglang.Engine) -> int:
-    """How often the steps became another number since the start."""
-    state = engine.get_server_info()["internal_states"][0]
-    return sum(state["speculative_tier_switches"].values())
-
-
-def start_engines(
-    stack: ExitStack, ways: Mapping[str, dict[str, Any]], flags: dict[str, Any], head: str
-) -> dict[str, sglang.Engine]:
-    """An Engine per way. Those that measure prices start one by one, alone on the GPU; then all
-    others together.
+class Texts:
+    """Prompts of both kinds.
 
     Args:
-        stack: shuts them down.
-        ways: flags by the name of the way.
-        flags: of all Engines.
-        head: path of the draft head.
+        num_code: prompts of held-out code that are drawn from.
+
+    Attributes:
+        source: of the code.
     """
 
-    def start(name: str) -> sglang.Engine:
-        drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-        engine = start_engine(flags, **(drafter if name != PLAIN else {}), **ways[name])
-        stack.callback(engine.shutdown)
-        return engine
+    def __init__(self, arguments: argparse.Namespace, model_path: str, num_code: int) -> None:
+        self._length = arguments.prompt_tokens
+        self._vocab_size = load_model_config("demo").vocab_size
+        folder = resolve_model_path(model_path)
+        self._code, self.source = held_out_prompts(folder, num_code, self._length, arguments.seed)
 
-    alone = [name for name in ways if measures_prices(ways[name])]
-    engines = {name: start(name) for name in alone}
-    others = [name for name in ways if name not in engines]
-    with ThreadPoolExecutor(max(1, len(others))) as pool:
-        engines |= zip(others, pool.map(start, others), strict=True)
-    return {name: engines[name] for name in ways}
+    def draw(self, kind: str, count: int, seed: int) -> list[list[int]]:
+        """So many prompts, the same for the same seed."""
+        if kind == PREDICTABLE:
+            return random.Random(seed).sample(self._code, count)
+        return random_prompts(count, self._length, self._vocab_size, seed)
+
+
+def state_of(engine: sglang.Engine) -> dict[str, Any]:
+    """The scheduler's state."""
+    state: dict[str, Any] = engine.get_server_info()["internal_states"][0]
+    return state
+
+
+def num_switches(states: Iterable[dict[str, Any]]) -> int:
+    """Counts how often the steps became another number between two states."""
+    before, after = (sum(state["speculative_tier_switches"].values()) for state in states)
+    return int(after - before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,48 +23,17 @@ NUM_STEPS = 3
 ACCEPT_LEN = 3.0  # tokens of a round on average, the model's own one counted
 LOAD = (512, 512, 128)  # prompts, tokens in, tokens out
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+WallTime = Callable[[int, int, int], float]  # seconds of requests, tokens in, tokens out
 
 
-class EagleRounds:
-    """An Engine with a head that measures itself.
-
-    Args:
-        vocab_size: of its model.
-    """
-
-    def __init__(self, engine: sglang.Engine, vocab_size: int) -> None:
-        self._engine = engine
-        self._vocab_size = vocab_size
-        self._seeds = itertools.count()
-        self.num_rounds = self._count_rounds()
-
-    def round_ms(self, size: int, repeats: int) -> list[float]:
-        """Measures a round of a batch of `size` requests, `repeats` times."""
-        self._wall_s(size, INPUT_LEN, 8)  # warms up
-        found = []
-        for _ in range(repeats):
-            decoding_s = self._wall_s(size, INPUT_LEN, OUTPUT_LEN) - self._wall_s(
-                size, INPUT_LEN, 1
-            )
-            found.append(decoding_s / self.num_rounds * 1e3)
-        return found
-
-    def load_tok_s(self) -> float:
-        """Measures output tokens per second of LOAD."""
-        count, input_len, num_new = LOAD
-        return count * num_new / self._wall_s(count, input_len, num_new)
-
-    def _count_rounds(self) -> int:
-        """Counts those of a request of OUTPUT_LEN tokens."""
-        prompts = random_prompts(1, INPUT_LEN, self._vocab_size, next(self._seeds))
-        params = {"temperature": 0, "max_new_tokens": OUTPUT_LEN, "ignore_eos": True}
-        [answer] = self._engine.generate(input_ids=prompts, sampling_params=params)
-        return int(answer["meta_info"]["spec_verify_ct"])
-
-    def _wall_s(self, count: int, input_len: int, num_new: int) -> float:
-        """Takes the time of fresh random prompts, all sent at once."""
-        prompts = random_prompts(count, input_len, self._vocab_size, next(self._seeds))
-        return batch_wall_s(self._engine, prompts, num_new)
+def _round_ms(wall_s: WallTime, num_rounds: int, size: int, repeats: int) -> list[float]:
+    """Measures a round of a batch of `size` requests, `repeats` times."""
+    wall_s(size, INPUT_LEN, 8)  # warms up
+    found = []
+    for _ in range(repeats):
+        decoding_s = wall_s(size, INPUT_LEN, OUTPUT_LEN) - wall_s(size, INPUT_LEN, 1)
+        found.append(decoding_s / num_rounds * 1e3)
+    return found
 
 
 def measure(
@@ -90,9 +59,20 @@ def measure(
             **flags,
         ) as engine,
     ):
-        rounds = EagleRounds(engine, GEOMETRIES[geometry].vocab_size)
+        seeds, vocab_size = itertools.count(), GEOMETRIES[geometry].vocab_size
+
+        def wall_s(count: int, input_len: int, num_new: int) -> float:
+            prompts = random_prompts(count, input_len, vocab_size, next(seeds))
+            return batch_wall_s(engine, prompts, num_new)
+
+        prompts = random_prompts(1, INPUT_LEN, vocab_size, next(seeds))
+        params = {"temperature": 0, "max_new_tokens": OUTPUT_LEN, "ignore_eos": True}
+        [answer] = engine.generate(input_ids=prompts, sampling_params=params)
+        num_rounds = int(answer["meta_info"]["spec_verify_ct"])
         found = {}
         for size in sizes:
-            found[size] = rounds.round_ms(size, repeats)
+            found[size] = _round_ms(wall_s, num_rounds, size, repeats)
             print(f"EAGLE, {size} at once: {found[size][0]:.2f} ms/round", flush=True)
-        return found, [rounds.load_tok_s()] if has_load else []
+        count, input_len, num_new = LOAD
+        load = [count * num_new / wall_s(count, input_len, num_new)] if has_load else []
+        return found, load

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from benchmark.command import store
 
 FIRST_PLAIN_ID = 3  # below are the special tokens of the demo models
 
@@ -208,18 +205,6 @@ class BlockingEngine(Protocol):
     def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> Any: ...
 
 
-def accept_length(
-    engine: BlockingEngine, prompts: list[list[int]], params: dict[str, Any]
-) -> float:
-    """Counts the tokens of a step that verified drafts, over a batch of all prompts; 1 if none did:
-    a busy machine may find that no draft pays."""
-    answers = engine.generate(input_ids=prompts, sampling_params=params)
-    infos = [answer["meta_info"] for answer in answers]
-    steps = sum(info.get("spec_verify_ct", 0) for info in infos)
-    right = sum(info.get("spec_num_correct_drafts", 0) for info in infos)
-    return 1 + right / steps if steps else 1.0
-
-
 def batch_wall_s(engine: BlockingEngine, prompts: list[list[int]], num_new: int) -> float:
     """Seconds until all prompts of a batch have so many new tokens, greedy.
 
@@ -254,35 +239,3 @@ class Budget:
             return False
         spent = time.perf_counter() - self.start_s
         return num_done == 0 or spent + 1.05 * last_round_s <= self.total_s
-
-
-class Rounds(Protocol):
-    """Ways that are measured in turn, round by round."""
-
-    def run(self, number: int) -> float:
-        """One round; round 0 warms up and is not counted. Seconds."""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """What was found in all rounds so far."""
-
-
-def run_rounds(
-    rounds: Rounds,
-    budget: Budget,
-    arguments: argparse.Namespace,
-    result: dict[str, Any],
-    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
-) -> None:
-    """Rounds behind the warm one, as many as fit and --rounds allows; the result gets rows, and is
-    stored in --out after each.
-
-    Args:
-        summarize: makes further fields of the rows.
-    """
-    last_s, number = 0.0, 0
-    while budget.has_room(number, arguments.rounds, last_s):
-        number += 1
-        last_s, rows = rounds.run(number), rounds.rows()
-        result |= {"rounds": number, **summarize(rows), "rows": rows}
-        result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
-        store(arguments.out, result)

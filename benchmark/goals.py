@@ -74,8 +74,6 @@ def is_reached(figure: dict[str, Any], goal: HeadlineGoal) -> bool:
 
 MAX_GAP_RATIO = 1.2  # of the longest gap beside a long prompt to --max-step-ms
 MIN_HTTP_OVER_ENGINE = 0.95  # tokens/s of streams over HTTP, of an Engine's streams, at least
-LOAD_WEIGHTS_S = 15.0  # process start to ready, warm, 16 GB in the page cache, at most
-MIN_KV_SHARE = 0.97  # KV tokens of those that fit beside the weights
 MIN_SPEED_BESIDE_COSTLY = 0.9  # of a plain stream, beside as many plain requests
 
 MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND = 0.99, 0.97  # of rounds beside plain: never slower
@@ -84,7 +82,6 @@ ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.05, 1.15
 # Of adaptive steps on work that stays the same, at each number of requests at once.
 STATIONARY_OVER_BEST_FIXED = 0.99  # speed beside the best fixed number, at least
 SWITCHES_PER_S = 1.0  # fewer than this
-NGRAM_HOST_US = 300.0  # host time that NGRAM adds to a step of 64 requests, less than this
 SWITCH_US = 100.0  # host time that a switch of tiers adds, less than this
 TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest alone, at most
 

@@ -18,25 +18,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import sglang
-from benchmark import eagle_rounds
+from benchmark import eagle_rounds, http_load
+from benchmark.drafters import drafter_flags
 from benchmark.engine_load import Budget, batch_wall_s
-from benchmark.measure import http_streams, long_prompts, startup, tile_spec
-from benchmark.measure.speculation_paired import head_path_of
-from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
-from benchmark.mtp_model import (
-    code_prompts,
-    engine_flags,
-    make_mtp_parser,
-    model_path_of,
-    start_engine,
-)
+from benchmark.experiments import LOAD_AWARE, MTP_WAYS, PLAIN, TILE_SPEC_WAYS, VERIFIED
+from benchmark.measure import long_prompts, startup
+from benchmark.mtp_model import code_prompts, engine_flags, make_mtp_parser, model_path_of
 from benchmark.paired import (
     Interval,
     Pair,
@@ -49,6 +42,7 @@ from benchmark.paired import (
 from benchmark.random_model import GEOMETRIES, random_model
 from benchmark.server_process import running_server
 from benchmark.sse_client import StreamClient
+from benchmark.ways import EngineWay, start_engines
 from sglang.srt.model_config import resolve_model_path
 
 START_LIMIT_S = 240.0
@@ -58,6 +52,9 @@ TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
 LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 390.0, 250.0, 15  # of the part; until TileSpec's turn
 LOADS = (1, 8, 64, 128)  # requests at once; the last of multi-token prediction alone
 LEAST_RUN_S = 1.0  # of what is compared with fixed drafts
+GREEDY_WAYS = {
+    name: replace(TILE_SPEC_WAYS[name], params={"temperature": 0}) for name in (TILE_SPEC, *FIXED)
+}
 NAMES = {LOAD_AWARE: "conf_adapt", VERIFIED: "verified", TILE_SPEC: "TileSpec"}
 
 
@@ -152,16 +149,15 @@ def measure_plain(setting: Setting) -> Found:
 def measure_server(setting: Setting) -> Found:
     """Seconds until a server's first token, with empty caches of compiled code and full ones, and
     what streams of `/generate` get."""
-    sizes = ["--geometry", setting.geometry, "--repeats", "2", "--num-alone", "8"]
+    load = http_load.HttpLoad()
     if setting.is_trial:
-        sizes += ["--clients", "4", "--num-requests", "8", "--input-len", "8", "--output-len", "4"]
-    arguments = http_streams.parse(sizes)
+        load = replace(load, clients=4, num_requests=8, input_len=8, output_len=4)
     starts: dict[str, list[float]] = {"cold": [], "warm": []}
     with (
         random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
         tempfile.TemporaryDirectory() as caches,
     ):
-        command = http_streams.server_command(arguments, folder)
+        command = http_load.server_command(folder)
         environ = {name: f"{caches}/{place}" for name, place in startup.CACHES.items()}
         for path in environ.values():
             Path(path).mkdir()
@@ -172,7 +168,7 @@ def measure_server(setting: Setting) -> Found:
                 print(f"{start} start: {starts[start][-1]:.1f} s", flush=True)
                 if len(starts["warm"]) == 2:
                     seeds = itertools.count()
-                    found = http_streams.measure(server.port, arguments, setting.vocab_size, seeds)
+                    found = http_load.measure(server.port, load, setting.vocab_size, seeds)
                 server.stop()
     figures = [
         Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in found["runs"]])
@@ -191,7 +187,7 @@ def measure_server(setting: Setting) -> Found:
 async def _first_token(port: int) -> None:
     """Waits for the first token that a server gives."""
     client = await StreamClient.connect(port)
-    [body] = http_streams.bodies([[3, 4, 5]], 1)
+    [body] = http_load.bodies([[3, 4, 5]], 1)
     await client.generate(body)
     client.close()
 
@@ -221,19 +217,25 @@ def measure_look_ahead(setting: Setting) -> Found:
     rounds = _Rounds(prompts, start_s, most=1 if setting.is_trial else MOST_ROUNDS)
     with ExitStack() as stack:
         model_path = stack.enter_context(model_path_of(arguments))
-        head = stack.enter_context(head_path_of(arguments))
+        drafter = stack.enter_context(drafter_flags(arguments))
         rounds.say("models written")
         flags = engine_flags(arguments, model_path)
+        of_few = flags | {"max_running_requests": few[-1]}
         outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
-        engines = _Engines(stack, flags | {"max_running_requests": few[-1]}, head, outputs)
-        ways = {TILE_SPEC: engines.start(TILE_SPEC)}
-        with start_engine(flags, mtp_load_aware_k=True) as mtp:
+
+        def started(
+            within: ExitStack, ways: Mapping[str, EngineWay], flags: dict[str, Any]
+        ) -> dict[str, Way]:
+            engines = start_engines(within, ways, flags, drafter)
+            return {name: Way(engines[name], {**ways[name].params, **outputs}) for name in ways}
+
+        ways = started(stack, {TILE_SPEC: GREEDY_WAYS[TILE_SPEC]}, of_few)
+        with ExitStack() as mtp_stack:
             ahead = [(name, PLAIN) for name in (LOAD_AWARE, VERIFIED)]
             pairs = {load: [*ahead, (TILE_SPEC, PLAIN)] for load in few} | {most: ahead}
-            kinds = {name: Way(mtp, KINDS[name].params | engines.outputs) for name in KINDS}
+            kinds = started(mtp_stack, MTP_WAYS, flags)
             beside_plain = rounds.run({**kinds, **ways}, pairs, MTP_S)
-        with ThreadPoolExecutor(len(FIXED)) as pool:
-            ways |= zip(FIXED, pool.map(engines.start, FIXED), strict=True)
+        ways |= started(stack, {name: GREEDY_WAYS[name] for name in FIXED}, of_few)
         pairs = {load: [(TILE_SPEC, name) for name in FIXED] for load in few}
         beside_fixed = rounds.run(ways, pairs, LOOK_AHEAD_S, LEAST_RUN_S)
     figures = [
@@ -273,7 +275,7 @@ class _Rounds:
         self.say(f"Engines started for {', '.join(ways)}")
         paired = Paired(closed_loops(ways, self.prompts, least_run_s), [*pairs], pairs)
         measure_rounds(paired, Budget(end_s, self.start_s), self.most)
-        print_ratios(paired.rows())
+        print_ratios(paired.rows(), {})
         return paired
 
     def say(self, what: str) -> None:
@@ -290,31 +292,6 @@ def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
     arguments.algorithm = "EAGLE3"
     arguments.concurrency = [1, 2] if setting.is_trial else [*LOADS]
     return arguments
-
-
-@dataclass(frozen=True)
-class _Engines:
-    """Starts Engines with a draft head, and ends them with `stack`."""
-
-    stack: ExitStack
-    flags: dict[str, Any]
-    head: str
-    outputs: dict[str, Any]
-
-    def start(self, name: str) -> Way:
-        """Starts the Engine of a way of `tile_spec.WAYS`, for greedy requests."""
-        more = dict(tile_spec.WAYS[name])
-        if "tile_spec" in more:
-            prices = self.stack.enter_context(tempfile.TemporaryDirectory())
-            more["tile_spec_cache_dir"] = prices
-        engine = start_engine(
-            self.flags,
-            speculative_algorithm="EAGLE3",
-            speculative_draft_model_path=self.head,
-            **more,
-        )
-        self.stack.callback(engine.shutdown)
-        return Way(engine, {"temperature": 0, **self.outputs})
 
 
 def _beside_fixed(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:

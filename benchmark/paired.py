@@ -104,6 +104,8 @@ class Paired(Generic[Load]):
         run: measures one way at one load.
         pairs: that are to become certain, at all loads or by load.
         ways: all that are measured, in the order of a round; default: those of the pairs.
+        least_rounds: before a ratio is certain, and of ways of no pair.
+        choose: tells from the figures of round 0 which ways of a load are measured in the others.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class Paired(Generic[Load]):
         pairs: Sequence[Pair] | Mapping[Load, Sequence[Pair]],
         ways: Sequence[str] | None = None,
         least_rounds: int = LEAST_ROUNDS,
+        choose: Callable[[Load, Mapping[str, Figures]], Iterable[str]] | None = None,
     ) -> None:
         self._run = run
+        self._choose = choose
         self._least_rounds = least_rounds
         self._pairs = {
             load: tuple(pairs[load] if isinstance(pairs, Mapping) else pairs) for load in loads
@@ -126,6 +130,7 @@ class Paired(Generic[Load]):
     def round(self, number: int) -> float:
         """Runs what is not certain yet once; round 0 warms up and does not count. Seconds."""
         start = time.perf_counter()
+        warm: dict[Load, dict[str, Figures]] = {load: {} for load in self._found}
         runs = [
             (load, way)
             for load, ways in self._found.items()
@@ -136,6 +141,13 @@ class Paired(Generic[Load]):
             figures = self._run(load, way, number)
             if number:
                 self._found[load][way][number] = figures
+            else:
+                warm[load][way] = figures
+        if self._choose is not None and not number:
+            self._found = {
+                load: {way: {} for way in self._choose(load, figures)}
+                for load, figures in warm.items()
+            }
         return time.perf_counter() - start
 
     @property
@@ -152,18 +164,22 @@ class Paired(Generic[Load]):
         speeds = [[ways[way][number][SPEED] for number in rounds] for way in (mine, other)]
         return Interval.of(a / b for a, b in zip(*speeds, strict=True) if a and b)
 
+    def figures(self, load: Load) -> dict[str, dict[str, list[Any]]]:
+        """Gives rounds of each figure, of each way at a load."""
+        return {way: _by_name(found) for way, found in self._found[load].items()}
+
     def rows(self) -> list[dict[str, Any]]:
         """Gives what was found at each load: figures of each way by round, and the ratios."""
         return [
             {
                 "load": load,
-                "ways": {way: _by_name(found) for way, found in ways.items()},
+                "ways": self.figures(load),
                 "ratios": {
                     f"{mine} / {other}": self.interval(load, mine, other).stored()
                     for mine, other in self._pairs[load]
                 },
             }
-            for load, ways in self._found.items()
+            for load in self._found
         ]
 
     def _is_needed(self, load: Load, way: str) -> bool:
@@ -185,7 +201,7 @@ def _ways_of(pairs: Sequence[Pair]) -> Iterable[str]:
     return dict.fromkeys(way for pair in pairs for way in reversed(pair))
 
 
-def _by_name(found: Mapping[int, Figures]) -> dict[str, list[float | None]]:
+def _by_name(found: Mapping[int, Figures]) -> dict[str, list[Any]]:
     """Turns figures of each round into rounds of each figure."""
     names = dict.fromkeys(name for figures in found.values() for name in figures)
     return {name: [figures[name] for figures in found.values()] for name in names}
@@ -195,12 +211,12 @@ def measure_rounds(
     paired: Paired[Any],
     budget: Budget,
     most_rounds: int,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    keep: Callable[[], None] = lambda: None,
 ) -> int:
     """Runs rounds until all ratios are certain, the budget has no room or there are `most_rounds`.
 
     Args:
-        keep: stores the rows, after each round.
+        keep: stores what was found, after each round.
 
     Returns:
         How many rounds count.
@@ -210,31 +226,43 @@ def measure_rounds(
     while not paired.is_settled and budget.has_room(number, most_rounds, last_s):
         number += 1
         last_s = paired.round(number)
-        keep(paired.rows())
+        keep()
     return number
 
 
 def store_rounds(
-    paired: Paired[Any], budget: Budget, arguments: argparse.Namespace, result: dict[str, Any]
+    paired: Paired[Any],
+    budget: Budget,
+    arguments: argparse.Namespace,
+    result: dict[str, Any],
+    found: Callable[[], dict[str, Any]] | None = None,
 ) -> None:
-    """Measures at most --rounds; after each one the result gets its rows and is stored in --out."""
+    """Measures at most --rounds; after each one the result is stored in --out.
 
-    def keep(rows: list[dict[str, Any]]) -> None:
+    Args:
+        found: gives what the result gets of all rounds; default: `paired.rows`.
+    """
+
+    def keep() -> None:
+        result["rounds"] = result.get("rounds", 0) + 1
         result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
-        result["rows"] = rows
+        result.update(found() if found is not None else {"rows": paired.rows()})
         store(arguments.out, result)
 
-    result["rounds"] = measure_rounds(paired, budget, arguments.rounds, keep)
-    store(arguments.out, result)
+    measure_rounds(paired, budget, arguments.rounds, keep)
 
 
-def print_ratios(rows: list[dict[str, Any]]) -> None:
-    """Prints each ratio with its interval."""
+def print_ratios(rows: list[dict[str, Any]], asked: Mapping[str, float]) -> None:
+    """Prints each ratio with its interval, and what is `asked` of a way's, at least."""
     for row in rows:
         for pair, found in row["ratios"].items():
             ends = f"{found['low']:.3f} to {found['high']:.3f}"
-            rounds = f"{len(found['ratios'])} rounds, lowest {found['lowest']:.3f}"
-            print(f"{row['load']!s:>12} {pair:40} {found['mean']:.3f} ({ends}; {rounds})")
+            text = f"{found['mean']:.3f} ({ends}; {len(found['ratios'])} rounds,"
+            text += f" lowest {found['lowest']:.3f})"
+            least = asked.get(pair.split(" / ")[0])
+            if least is not None:
+                text += f" asked {least:g}" + ("" if found["mean"] >= least else ": MISSED")
+            print(f"{row['load']!s:>12} {pair:40} {text}")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ Usage: bash scripts/run_gpu_suite.sh [options]
   --workers N           processes of one way (default 8)
   --tests "PATHS"       more tests, each path a run of its own, for example "test/e2e/test_mtp.py"
   --benchmarks "NAMES"  modules of benchmark/measure/, separated by ';', each with its own arguments:
-                        "long_prompts --repeats 1; startup"; results go to DIR/NAME.json
+                        "long_prompts --repeats 1; experiment mtp"; results go to DIR/NAME.json, of an
+                        experiment to one of its name
   --test-limit S        seconds for one run of tests (default 900)
   --benchmark-limit S   seconds for one benchmark (default 900)
 PYTHON=/path/to/python names the Python that has PyTorch (default python3). In a tree that was copied
@@ -295,10 +296,12 @@ run_way() { # <way>
 }
 
 run_benchmark() { # <name> <arguments...>
-    local name="${1%.py}" result=()
+    local name="${1%.py}" label result=()
     shift
-    case " $* " in *" --out "* | *" --out="*) ;; *) result=(--out "$RESULTS/$name.json") ;; esac
-    run_step "$name" "$BENCHMARK_LIMIT_S" "$PYTHON" -m "benchmark.measure.$name" "$@" ${result[@]+"${result[@]}"}
+    label="$name"
+    [ "$name" != experiment ] || label="${1:-$name}"
+    case " $* " in *" --out "* | *" --out="*) ;; *) result=(--out "$RESULTS/$label.json") ;; esac
+    run_step "$label" "$BENCHMARK_LIMIT_S" "$PYTHON" -m "benchmark.measure.$name" "$@" ${result[@]+"${result[@]}"}
 }
 
 printf '[1/3] Host\n'

@@ -15,21 +15,28 @@ from sglang.srt.garbage import keep_out_of_collections
 from target import TARGET, use_flags_as_defaults
 from turns import chosen, is_rest
 
-# Their fixture `target`, two engines and a server, is made once where one process runs them all.
+# Files of which one process runs all, so that their servers and engines are started once: the
+# fixtures `target` and `openai_server`.
 SHARE_SERVERS = (
-    "test/e2e/test_engine_determine_generation.py",
-    "test/e2e/test_engine_flush_cache.py",
-    "test/e2e/test_engine_pause_continue.py",
+    (
+        "test/e2e/test_engine_determine_generation.py",
+        "test/e2e/test_engine_flush_cache.py",
+        "test/e2e/test_engine_pause_continue.py",
+    ),
+    (
+        "test/e2e/test_tools_and_log.py",
+        "test/e2e/test_openai_chat.py",
+        "test/e2e/test_openai_completions.py",
+    ),
 )
+GROUP_OF = {path: group[0] for group in SHARE_SERVERS for path in group}
 # Files that take longest, the longest first. Processes that begin with them end at about the same
 # time; the order of files by their number of tests, xdist's own, leaves the longest to one process.
 LONGEST_FIRST = (
-    *SHARE_SERVERS,
+    *(group[0] for group in SHARE_SERVERS),
     "test/unit/layers/test_triton_compiles.py",
     "test/e2e/test_server_lifecycle.py",
     "test/unit/workers/test_round_graphs.py",
-    "test/e2e/test_openai_chat.py",
-    "test/e2e/test_tools_and_log.py",
     "test/unit/speculative/test_ngram_serving.py",
     "sgl-kernel/tests/test_build.py",
     "test/unit/speculative/test_sampled_distribution.py",
@@ -72,6 +79,7 @@ num_modules: list[int] = []  # that were imported when objects were last exempte
 
 use_flags_as_defaults(TARGET)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process of one
+gc.disable()  # until all tests are collected: nothing that imports make is garbage
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,22 +92,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> tuple[int, str]:
         path = item.nodeid.partition("::")[0]
-        if path in SHARE_SERVERS:
-            return 0, vars(item)["callspec"].params["target"]
-        return ranks.get(path, len(ranks)), ""
+        rank = ranks.get(GROUP_OF.get(path, path), len(ranks))
+        shares_targets = path in SHARE_SERVERS[0]
+        return rank, vars(item)["callspec"].params["target"] if shares_targets else ""
 
     items.sort(key=place)
 
 
 def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the half of long matrices that TEST_TURN does not choose."""
+    """Leaves out the part of long matrices that TEST_TURN does not choose."""
     turn = os.environ.get("TEST_TURN", "all")
     if turn == "all":
         return
-    long = {item.nodeid for item in items if item.get_closest_marker("long_matrix")}
-    taken = chosen(turn, sorted(long))
+    marks = {item.nodeid: item.get_closest_marker("long_matrix") for item in items}
+    long = {test: (*mark.args, 2)[0] for test, mark in sorted(marks.items()) if mark is not None}
+    taken = chosen(turn, long)
     if not is_rest(turn):
-        taken |= {item.nodeid for item in items} - long
+        taken |= marks.keys() - long.keys()
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
     items[:] = [item for item in items if item.nodeid in taken]
 
@@ -112,6 +121,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_finish() -> None:
     """What imports and the collection of tests have made lives to the end. Looking at it took a
     collection of garbage most of a second."""
+    gc.enable()
     keep_out_of_collections()
     num_modules.append(len(sys.modules))
 
@@ -136,7 +146,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class FilesOrGroups(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = super()._split_scope(nodeid)
-            return SHARE_SERVERS[0] if path in SHARE_SERVERS else path
+            return GROUP_OF.get(path, path)
 
     return FilesOrGroups(config, log)
 

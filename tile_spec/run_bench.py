@@ -1,4 +1,4 @@
-"""TileSpec beside plain decoding and other ways to choose drafts: `benchmark/measure/tile_spec.py`.
+"""TileSpec beside plain decoding and other ways to choose drafts, an experiment of `benchmark/`.
 
 python -m tile_spec.run_bench --model-dir FOLDER      on a GPU
 python -m tile_spec.run_bench --model-path demo --device cpu --concurrency 1 4
@@ -6,7 +6,9 @@ python -m tile_spec.run_bench --model-path demo --device cpu --concurrency 1 4
 
 from __future__ import annotations
 
-from benchmark.measure.tile_spec import main
+import sys
+
+from benchmark.measure.experiment import main
 
 if __name__ == "__main__":
-    main()
+    main(["tile_spec", *sys.argv[1:]])

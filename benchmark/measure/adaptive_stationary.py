@@ -24,11 +24,9 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 import sglang
 from benchmark.adaptive_ways import (
@@ -36,23 +34,23 @@ from benchmark.adaptive_ways import (
     FIXED,
     KINDS,
     PLAIN,
-    PREDICTABLE,
     WAYS,
+    Texts,
     configured_ways,
+    engine_ways,
+    num_switches,
     params_of,
-    start_engines,
+    state_of,
 )
-from benchmark.command import in_turn, median_ratio, ratios
-from benchmark.engine_load import Budget, closed_loop, random_prompts, run_rounds
+from benchmark.command import median_ratio, ratios
+from benchmark.drafters import drafter_flags
+from benchmark.engine_load import Budget, closed_loop
 from benchmark.environment import describe_environment
 from benchmark.goals import is_steady
-from benchmark.held_out import held_out_prompts
-from benchmark.measure.speculation_paired import head_path_of
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
-from benchmark.paired import Interval
-from sglang.srt.model_config import load_model_config, resolve_model_path
+from benchmark.paired import MIN_PROMPTS, SPEED, Figures, Interval, Paired, store_rounds
+from benchmark.ways import start_engines
 
-MIN_PROMPTS = 4  # of a lap
 SLOW = 0.85  # fixed numbers below this share of the best one's speed in round 0 are left out
 LEAST_LENGTH = 0.75  # of a request, as a share of the mean
 DEFAULT_WAYS = (PLAIN, "fixed 1", "fixed 3", "EMA, conservative", "auto")
@@ -78,57 +76,6 @@ class Laps(NamedTuple):
     counted: int
 
 
-class Lap(NamedTuple):
-    """Requests of a load.
-
-    Attributes:
-        lengths: new tokens of each.
-    """
-
-    prompts: list[list[int]]
-    params: dict[str, Any]
-    lengths: list[int]
-
-
-@dataclass
-class Found:
-    """What one way did on one load; one entry per round, of the laps that count."""
-
-    tok_s: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    switches: list[int] = field(default_factory=list)
-    steps_at_end: list[int] = field(default_factory=list)
-
-    @property
-    def switches_per_s(self) -> float:
-        return sum(self.switches) / sum(self.seconds)
-
-
-class Work:
-    """Prompts and parameters of all loads; the same for all ways, others in each round."""
-
-    def __init__(self, arguments: argparse.Namespace, model_path: str) -> None:
-        self._arguments = arguments
-        self._vocab_size = load_model_config("demo").vocab_size
-        self._code, self.source = held_out_prompts(
-            resolve_model_path(model_path),
-            2 * max(MIN_PROMPTS, *arguments.concurrency),
-            arguments.prompt_tokens,
-            arguments.seed,
-        )
-
-    def lap(self, load: Load, number: int) -> Lap:
-        """The requests of a lap in round `number`."""
-        count, arguments = max(MIN_PROMPTS, load.requests), self._arguments
-        seed = 1000 * number + load.requests
-        params = params_of(load.kind, arguments.new_tokens, seed)
-        lengths = lengths_around(arguments.new_tokens, count, random.Random(seed))
-        if load.kind == PREDICTABLE:
-            return Lap(random.Random(seed).sample(self._code, count), params, lengths)
-        prompts = random_prompts(count, arguments.prompt_tokens, self._vocab_size, seed)
-        return Lap(prompts, params, lengths)
-
-
 def lengths_around(mean: int, count: int, luck: random.Random) -> list[int]:
     """From LEAST_LENGTH to 2 - LEAST_LENGTH times the mean, evenly, in any order."""
     steps = [(2 * index + 1) / count - 1 for index in range(count)]
@@ -137,147 +84,121 @@ def lengths_around(mean: int, count: int, luck: random.Random) -> list[int]:
     return found
 
 
-def run_load(
-    engine: sglang.Engine,
-    lap: Lap,
-    load: Load,
-    laps: Laps,
-    found: Found,
-) -> None:
-    """Laps of a load on one Engine."""
-    states: list[dict[str, Any]] = []
-
-    async def note_state() -> None:
-        info = await asyncio.to_thread(engine.get_server_info)
-        states.append(info["internal_states"][0])
-
-    result = asyncio.run(
-        closed_loop(
-            engine,
-            lap.prompts,
-            lap.params,
-            load.requests,
-            laps.counted,
-            lead_laps=laps.lead,
-            on_edge=note_state,
-            lengths=lap.lengths,
-        )
-    )
-    before, after = (sum(state["speculative_tier_switches"].values()) for state in states)
-    found.tok_s.append(result.tok_s)
-    found.seconds.append(result.seconds)
-    found.switches.append(after - before)
-    found.steps_at_end.append(states[-1]["speculative_num_steps"])
-
-
 def laps_of(lap_s: float, lead_s: float, steady_s: float) -> Laps:
     """So many that they take as long as asked, where one takes `lap_s`."""
     return Laps(max(1, math.ceil(lead_s / lap_s)), max(1, math.ceil(steady_s / lap_s)))
 
 
-def ways_to_measure(warm: dict[str, Found]) -> list[str]:
+def ways_to_measure(warm: Mapping[str, Figures]) -> list[str]:
     """All but fixed numbers that were slow in a round, which gave `warm`."""
-    speeds = {name: found.tok_s[0] for name, found in warm.items()}
+    speeds = {name: figures[SPEED] or 0.0 for name, figures in warm.items()}
     least = SLOW * max(speed for name, speed in speeds.items() if name in FIXED)
     return [name for name, speed in speeds.items() if name not in FIXED or speed >= least]
 
 
-class Rounds:
-    """Each way's figures on each load.
+class SteadyLoads:
+    """Laps of loads on Engines: the run of `Paired`, and what it does after round 0.
 
-    Args:
-        lead_s: that the laps before those that count take at least; those of ways that do not adapt
-            are one lap.
-        steady_s: that the laps that count take at least.
+    Attributes:
+        laps: of each load. The laps before those that count are one of ways that do not adapt.
     """
 
     def __init__(
-        self,
-        engines: dict[str, sglang.Engine],
-        work: Work,
-        loads: list[Load],
-        lead_s: float,
-        steady_s: float,
+        self, engines: Mapping[str, sglang.Engine], texts: Texts, arguments: argparse.Namespace
     ) -> None:
-        self._engines, self._work = engines, work
-        self._lead_s, self._steady_s = lead_s, steady_s
-        self._adaptive = {*engines} - {PLAIN, *FIXED}
-        self.laps = dict.fromkeys(loads, Laps(1, 1))
-        self.found = {load: {name: Found() for name in engines} for load in loads}
+        self._engines, self._texts, self._arguments = engines, texts, arguments
+        self.laps: dict[Load, Laps] = {}
 
-    def run(self, number: int) -> float:
-        """One round; round 0 warms up and says how many laps the others have. Seconds."""
-        start = time.perf_counter()
-        runs = [
-            (load, name)
-            for load, name in itertools.product(self.found, in_turn(self._engines, number))
-            if name in self.found[load]
-        ]
-        for load, name in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
-            laps = self.laps[load] if name in self._adaptive else self.laps[load]._replace(lead=1)
-            lap, found = self._work.lap(load, number), self.found[load][name]
-            run_load(self._engines[name], lap, load, laps, found)
-        if number == 0:
-            for load, warm in self.found.items():
-                # By the fastest way, so that it too takes as long as asked.
-                lap_s = min(each.seconds[0] for each in warm.values())
-                self.laps[load] = laps_of(lap_s, self._lead_s, self._steady_s)
-                self.found[load] = {name: Found() for name in ways_to_measure(warm)}
-        return time.perf_counter() - start
+    def run(self, load: Load, way: str, number: int) -> Figures:
+        """Gives the figures of the laps that count; the prompts are the same for all ways, others
+        in each round."""
+        engine, states = self._engines[way], list[dict[str, Any]]()
+        lead, counted = self.laps.get(load, Laps(1, 1))
+        seed = 1000 * number + load.requests
+        count, num_new = max(MIN_PROMPTS, load.requests), self._arguments.new_tokens
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One per load."""
-        return [
-            {**load._asdict(), **self.laps[load]._asdict(), **summarize(found)}
-            for load, found in self.found.items()
-        ]
+        async def note_state() -> None:
+            states.append(await asyncio.to_thread(state_of, engine))
+
+        result = asyncio.run(
+            closed_loop(
+                engine,
+                self._texts.draw(load.kind, count, seed),
+                params_of(load.kind, num_new, seed),
+                load.requests,
+                counted,
+                lead_laps=1 if way in (PLAIN, *FIXED) else lead,
+                on_edge=note_state,
+                lengths=lengths_around(num_new, count, random.Random(seed)),
+            )
+        )
+        return {
+            SPEED: result.tok_s,
+            "seconds": result.seconds,
+            "switches": num_switches(states),
+            "steps_at_end": states[-1]["speculative_num_steps"],
+        }
+
+    def choose(self, load: Load, warm: Mapping[str, Figures]) -> list[str]:
+        """Tells which ways are measured, and sets the laps of the load by the fastest way, so that
+        it too takes as long as asked."""
+        lap_s = min(figures["seconds"] or 0.0 for figures in warm.values())
+        self.laps[load] = laps_of(lap_s, self._arguments.lead_s, self._arguments.steady_s)
+        return ways_to_measure(warm)
 
 
-def summarize(found: dict[str, Found]) -> dict[str, Any]:
+def summarize(found: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, Any]:
     """The ways on one load, each beside plain and beside the best fixed number of this load."""
-    medians = {name: statistics.median(each.tok_s) for name, each in found.items()}
+    medians = {name: statistics.median(each[SPEED]) for name, each in found.items()}
     best = max((name for name in FIXED if name in found), key=medians.__getitem__)
     ways = []
     for name, each in found.items():
-        over_plain = ratios(each.tok_s, found[PLAIN].tok_s)
+        over_plain = ratios(each[SPEED], found[PLAIN][SPEED])
         ways.append(
             {
                 "way": name,
                 "is_adaptive": name not in (PLAIN, *FIXED),
                 "tok_s": round(medians[name], 1),
-                "all_tok_s": [round(speed, 1) for speed in each.tok_s],
-                "over_best_fixed": round(median_ratio(each.tok_s, found[best].tok_s), 4),
+                "all_tok_s": [round(speed, 1) for speed in each[SPEED]],
+                "over_best_fixed": round(median_ratio(each[SPEED], found[best][SPEED]), 4),
                 "over_plain": round(statistics.median(over_plain), 4),
                 "lowest_over_plain": round(min(over_plain), 4),
                 "interval_over_plain": Interval.of(over_plain).stored(),
-                "switches_per_s": round(each.switches_per_s, 3),
-                "seconds": [round(seconds, 2) for seconds in each.seconds],
-                "steps_at_end": each.steps_at_end,
+                "switches_per_s": round(sum(each["switches"]) / sum(each["seconds"]), 3),
+                "seconds": [round(seconds, 2) for seconds in each["seconds"]],
+                "steps_at_end": each["steps_at_end"],
             }
         )
     return {"best_fixed": best, "ways": ways}
 
 
 def measure(
-    arguments: argparse.Namespace, model_path: str, head: str, budget: Budget
+    arguments: argparse.Namespace, model_path: str, drafter: Mapping[str, Any], budget: Budget
 ) -> dict[str, Any]:
     """All rounds; the result is stored after each."""
-    work = Work(arguments, model_path)
+    texts = Texts(arguments, model_path, 2 * max(MIN_PROMPTS, *arguments.concurrency))
     loads = [Load(*each) for each in itertools.product(arguments.concurrency, arguments.kinds)]
     known = WAYS | configured_ways(arguments.config)
     ways = {name: known[name] for name in arguments.ways}
-    result = {**describe_environment(), **settings(arguments), "prompts": work.source}
+    result = {**describe_environment(), **settings(arguments), "prompts": texts.source}
     result |= {"flags_of_ways": ways, "lead_s": arguments.lead_s, "steady_s": arguments.steady_s}
     result["least_length"] = LEAST_LENGTH
     with ExitStack() as stack:
         flags = engine_flags(arguments, model_path)
         flags["context_length"] += math.ceil((1 - LEAST_LENGTH) * arguments.new_tokens)
-        engines = start_engines(stack, ways, flags, head)
+        engines = start_engines(stack, engine_ways(ways), flags, drafter)
         result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
-        rounds = Rounds(engines, work, loads, arguments.lead_s, arguments.steady_s)
-        rounds.run(0)
-        result["warmed_up_s"] = round(time.perf_counter() - budget.start_s, 1)
-        run_rounds(rounds, budget, arguments, result)
+        steady = SteadyLoads(engines, texts, arguments)
+        paired = Paired(steady.run, loads, [], [*ways], arguments.rounds, steady.choose)
+
+        def found() -> dict[str, Any]:
+            rows = [
+                {**load._asdict(), **steady.laps[load]._asdict(), **summarize(paired.figures(load))}
+                for load in loads
+            ]
+            return {"rows": rows}
+
+        store_rounds(paired, budget, arguments, result, found)
     return result
 
 
@@ -322,8 +243,8 @@ def main() -> int:
     """Measures, prints the ratios, writes the result."""
     arguments = parse()
     budget = Budget(arguments.budget_s, time.perf_counter())
-    with model_path_of(arguments) as model_path, head_path_of(arguments) as head:
-        print_result(measure(arguments, model_path, head, budget))
+    with model_path_of(arguments) as model_path, drafter_flags(arguments) as drafter:
+        print_result(measure(arguments, model_path, drafter, budget))
     return 0
 
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from tqdm import tqdm
 
 import sglang
 from benchmark.adaptive_ways import (
@@ -32,21 +29,23 @@ from benchmark.adaptive_ways import (
     FIXED,
     KINDS,
     PLAIN,
-    PREDICTABLE,
     WAYS,
+    Texts,
+    engine_ways,
+    num_switches,
     params_of,
-    start_engines,
-    switches_of,
+    state_of,
 )
-from benchmark.command import in_turn, median_ratio, ratios
-from benchmark.engine_load import Budget, random_prompts, run_rounds
+from benchmark.command import median_ratio, ratios
+from benchmark.drafters import drafter_flags
+from benchmark.engine_load import Budget
 from benchmark.environment import describe_environment
 from benchmark.goals import ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3
-from benchmark.held_out import held_out_prompts
-from benchmark.measure.speculation_paired import head_path_of
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
-from benchmark.paired import Interval
-from sglang.srt.model_config import load_model_config, resolve_model_path
+from benchmark.paired import SPEED, Figures, Interval, Paired, Run, store_rounds
+from benchmark.ways import start_engines
+
+Batch = tuple[list[list[int]], dict[str, Any]]  # prompts and parameters
 
 
 @dataclass(frozen=True)
@@ -62,123 +61,100 @@ class Phase:
         return f"{self.number + 1}: {self.requests} {self.kind}"
 
 
-@dataclass
-class Found:
-    """What one way did in one phase, round by round."""
-
-    seconds: list[float] = field(default_factory=list)
-    accept_length: list[float] = field(default_factory=list)
-    steps_at_end: list[int] = field(default_factory=list)
-    num_switches: list[int] = field(default_factory=list)
-
-
 def phases_of(walk: Sequence[int]) -> list[Phase]:
     """Both kinds of text at each number of requests."""
     pairs = itertools.product(walk, KINDS)
     return [Phase(number, requests, kind) for number, (requests, kind) in enumerate(pairs)]
 
 
-class Work:
-    """The prompts and parameters of all phases; the same for all ways, others in each round."""
-
-    def __init__(self, arguments: argparse.Namespace, model_path: str) -> None:
-        self._arguments = arguments
-        self._vocab_size = load_model_config("demo").vocab_size
-        most = max(arguments.walk)
-        self._code, self.source = held_out_prompts(
-            resolve_model_path(model_path),
-            2 * most + arguments.phase_tokens // arguments.new_tokens,
-            arguments.prompt_tokens,
-            arguments.seed,
-        )
-
-    def batches(self, phase: Phase, number: int) -> list[tuple[list[list[int]], dict[str, Any]]]:
-        """Batches one after the other, each of the phase's requests, with their parameters."""
-        arguments = self._arguments
-        per_request = arguments.phase_tokens // phase.requests  # no rest: `parse`
-        num_batches = -(-per_request // arguments.new_tokens)
-        while per_request % num_batches:
-            num_batches += 1
-        count = num_batches * phase.requests
-        seed = 1000 * number + phase.number
-        params = params_of(phase.kind, per_request // num_batches, seed)
-        if phase.kind == PREDICTABLE:
-            prompts = random.Random(seed).sample(self._code, count)
-        else:
-            length = arguments.prompt_tokens
-            prompts = random_prompts(count, length, self._vocab_size, seed)
-        size = phase.requests
-        return [(prompts[first : first + size], params) for first in range(0, count, size)]
+def texts_of(arguments: argparse.Namespace, model_path: str) -> Texts:
+    """Prompts for all phases."""
+    num_code = 2 * max(arguments.walk) + arguments.phase_tokens // arguments.new_tokens
+    return Texts(arguments, model_path, num_code)
 
 
-def run_phase(engine: sglang.Engine, work: Work, phase: Phase, number: int, found: Found) -> None:
-    """All batches of a phase."""
-    before, infos = switches_of(engine), list[dict[str, Any]]()
+def batches(texts: Texts, phase: Phase, number: int, arguments: argparse.Namespace) -> list[Batch]:
+    """Batches one after the other, each of the phase's requests; the same for all ways, others in
+    each round."""
+    per_request = arguments.phase_tokens // phase.requests  # no rest: `parse`
+    num_batches = -(-per_request // arguments.new_tokens)
+    while per_request % num_batches:
+        num_batches += 1
+    count, size = num_batches * phase.requests, phase.requests
+    seed = 1000 * number + phase.number
+    params = params_of(phase.kind, per_request // num_batches, seed)
+    prompts = texts.draw(phase.kind, count, seed)
+    return [(prompts[first : first + size], params) for first in range(0, count, size)]
+
+
+def run_phase(engine: sglang.Engine, work: Sequence[Batch]) -> Figures:
+    """Gives the figures of all batches of a phase."""
+    before, infos = state_of(engine), list[dict[str, Any]]()
     start = time.perf_counter()
-    for prompts, params in work.batches(phase, number):
+    for prompts, params in work:
         answers = engine.generate(input_ids=prompts, sampling_params=params)
         infos += [answer["meta_info"] for answer in answers]
-    found.seconds.append(time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(len(prompts) * params["max_new_tokens"] for prompts, params in work)
     steps = sum(info.get("spec_verify_ct", 0) for info in infos)
     right = sum(info.get("spec_num_correct_drafts", 0) for info in infos)
-    found.accept_length.append(1 + right / steps if steps else 1.0)
-    state = engine.get_server_info()["internal_states"][0]
-    found.steps_at_end.append(state["speculative_num_steps"])
-    found.num_switches.append(switches_of(engine) - before)
+    after = state_of(engine)
+    return {
+        SPEED: num_tokens / seconds,
+        "seconds": seconds,
+        "accept_length": 1 + right / steps if steps else 1.0,
+        "steps_at_end": after["speculative_num_steps"],
+        "switches": num_switches((before, after)),
+    }
 
 
-class Rounds:
-    """Each way's figures in each phase."""
+def make_run(
+    engines: Mapping[str, sglang.Engine], texts: Texts, arguments: argparse.Namespace
+) -> Run[Phase]:
+    """Makes the run of `Paired`. Round 0 has one phase of each number of requests, but of one
+    request, which takes long."""
+    phases = phases_of(arguments.walk)
+    first = {each.requests: each for each in reversed(phases) if each.requests > 1}
+    short = [*first.values()] or phases[:1]
 
-    def __init__(
-        self, engines: dict[str, sglang.Engine], work: Work, phases: list[Phase], tokens: int
-    ) -> None:
-        self._engines, self._work, self._phases = engines, work, phases
-        self._tokens = tokens
-        self.found = {(name, phase): Found() for name in engines for phase in phases}
+    def run(phase: Phase, way: str, number: int) -> Figures:
+        if not number and phase not in short:
+            return {}
+        return run_phase(engines[way], batches(texts, phase, number, arguments))
 
-    def run(self, number: int) -> float:
-        """One round; round 0 warms up and is not counted. Seconds."""
-        start = time.perf_counter()
-        phases = self._phases if number else self._short_phases
-        runs = [(phase, name) for phase in phases for name in in_turn(self._engines, number)]
-        for phase, name in tqdm(runs, desc=f"round {number}", unit="phase", mininterval=2.0):
-            found = self.found[name, phase] if number else Found()
-            run_phase(self._engines[name], self._work, phase, number, found)
-        return time.perf_counter() - start
+    return run
 
-    @property
-    def _short_phases(self) -> list[Phase]:
-        """One of each number of requests, but of one request, which takes long."""
-        first = {each.requests: each for each in reversed(self._phases) if each.requests > 1}
-        return [*first.values()] or self._phases[:1]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Of each way, all phases and each one."""
-        rows = []
-        for name in self._engines:
-            found = [self.found[name, phase] for phase in self._phases]
-            totals = [sum(times) for times in zip(*(each.seconds for each in found), strict=True)]
-            tokens = self._tokens * len(self._phases)
-            num_switches = sum(sum(each.num_switches) for each in found)
-            rows.append(
-                {
-                    "way": name,
-                    "tok_s": [round(tokens / total, 1) for total in totals],
-                    "switches_per_s": round(num_switches / sum(totals), 3),
-                    "phases": [
-                        {
-                            "phase": phase.name,
-                            "tok_s": round(self._tokens / statistics.median(each.seconds), 1),
-                            "accept_length": round(statistics.median(each.accept_length), 3),
-                            "steps_at_end": each.steps_at_end,
-                            "switches": each.num_switches,
-                        }
-                        for phase, each in zip(self._phases, found, strict=True)
-                    ],
-                }
-            )
-        return rows
+def rows_of(paired: Paired[Phase], phases: Sequence[Phase], tokens: int) -> list[dict[str, Any]]:
+    """One row per way: all phases, and each one.
+
+    Args:
+        tokens: of a phase.
+    """
+    rows = []
+    found = {phase: paired.figures(phase) for phase in phases}
+    for name in found[phases[0]]:
+        own = {phase: ways[name] for phase, ways in found.items()}
+        totals = [sum(each) for each in zip(*(ph["seconds"] for ph in own.values()), strict=True)]
+        switches = sum(sum(each["switches"]) for each in own.values())
+        rows.append(
+            {
+                "way": name,
+                "tok_s": [round(tokens * len(phases) / total, 1) for total in totals],
+                "switches_per_s": round(switches / sum(totals), 3),
+                "phases": [
+                    {
+                        "phase": phase.name,
+                        "tok_s": round(tokens / statistics.median(each["seconds"]), 1),
+                        "accept_length": round(statistics.median(each["accept_length"]), 3),
+                        "steps_at_end": each["steps_at_end"],
+                        "switches": each["switches"],
+                    }
+                    for phase, each in own.items()
+                ],
+            }
+        )
+    return rows
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,22 +180,25 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(
-    arguments: argparse.Namespace, model_path: str, head: str, budget: Budget
+    arguments: argparse.Namespace, model_path: str, drafter: Mapping[str, Any], budget: Budget
 ) -> dict[str, Any]:
     """All rounds; the result is stored after each."""
-    work = Work(arguments, model_path)
+    texts, phases = texts_of(arguments, model_path), phases_of(arguments.walk)
     arguments.concurrency = arguments.walk  # what `engine_flags` sizes Engines by
-    phases = phases_of(arguments.walk)
-    result = {**describe_environment(), **settings(arguments), "prompts": work.source}
+    result = {**describe_environment(), **settings(arguments), "prompts": texts.source}
     result |= {"walk": arguments.walk, "phase_tokens": arguments.phase_tokens, "ways": WAYS}
     with ExitStack() as stack:
-        flags = engine_flags(arguments, model_path)
-        ways = {name: WAYS[name] for name in arguments.ways}
-        engines = start_engines(stack, ways, flags, head)
+        ways = engine_ways({name: WAYS[name] for name in arguments.ways})
+        engines = start_engines(stack, ways, engine_flags(arguments, model_path), drafter)
         result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
-        rounds = Rounds(engines, work, phases, arguments.phase_tokens)
-        rounds.run(0)
-        run_rounds(rounds, budget, arguments, result, lambda rows: {"summary": summarize(rows)})
+        run = make_run(engines, texts, arguments)
+        paired = Paired(run, phases, [], arguments.ways, arguments.rounds)
+
+        def found() -> dict[str, Any]:
+            rows = rows_of(paired, phases, arguments.phase_tokens)
+            return {"summary": summarize(rows), "rows": rows}
+
+        store_rounds(paired, budget, arguments, result, found)
     return result
 
 
@@ -258,8 +237,8 @@ def main() -> int:
     """Measures, prints the ratios, writes the result."""
     arguments = parse()
     budget = Budget(arguments.budget_s, time.perf_counter())
-    with model_path_of(arguments) as model_path, head_path_of(arguments) as head:
-        print_result(measure(arguments, model_path, head, budget))
+    with model_path_of(arguments) as model_path, drafter_flags(arguments) as drafter:
+        print_result(measure(arguments, model_path, drafter, budget))
     return 0
 
 

@@ -97,63 +97,48 @@ async def num_decode_steps(engine: sglang.Engine) -> int:
     return int(info["internal_states"][0]["forward_ct_decode"])
 
 
+async def paused(engine: sglang.Engine, load: Load, mode: str) -> dict[str, float]:
+    """Pauses; seconds of the pause and, where requests are left, until the first token after it."""
+    start = time.perf_counter()
+    await engine.async_pause_generation(mode)
+    found = {"pause": time.perf_counter() - start}
+    if mode == "abort":
+        await load.end(engine)
+        await engine.async_continue_generation()
+        return found
+    await asyncio.sleep(0.3)
+    start = time.perf_counter()
+    await engine.async_continue_generation()
+    await load.next_token()
+    found["resume"] = time.perf_counter() - start
+    await load.end(engine)
+    return found
+
+
 async def pause_while_decoding(
     engine: sglang.Engine, params: dict[str, Any], mode: str
 ) -> dict[str, float]:
-    """Seconds: a decode step, the pause, the first token after it."""
+    """Seconds: a decode step, and `paused`."""
     load = Load(engine, params, prompt_len=24, num_new=2000)
     await load.has(15)
     start, first = time.perf_counter(), await num_decode_steps(engine)
     await asyncio.sleep(1.5)
     num_steps = await num_decode_steps(engine) - first
     step = (time.perf_counter() - start) / num_steps
-    start = time.perf_counter()
-    await engine.async_pause_generation(mode)
-    pause = time.perf_counter() - start
-    await asyncio.sleep(0.3)
-    start = time.perf_counter()
-    await engine.async_continue_generation()
-    await load.next_token()
-    resume = time.perf_counter() - start
-    await load.end(engine)
-    return {"step": step, "pause": pause, "resume": resume}
+    return {"step": step, **await paused(engine, load, mode)}
 
 
 async def pause_while_prefilling(
     engine: sglang.Engine, params: dict[str, Any], mode: str
 ) -> dict[str, float]:
-    """Seconds: a chunk of prompts (by the first token of prompts that arrive together), the pause
-    with such a chunk in flight, the first token after it."""
+    """Seconds: a chunk of prompts (by the first token of prompts that arrive together), and
+    `paused` with such a chunk in flight."""
     start = time.perf_counter()
     load = Load(engine, params, prompt_len=CHUNK // 2, num_new=200, num_streams=NUM_REQUESTS)
     await load.next_token()
     chunk = time.perf_counter() - start
     await asyncio.sleep(2 * chunk)
-    start = time.perf_counter()
-    await engine.async_pause_generation(mode)
-    pause = time.perf_counter() - start
-    await asyncio.sleep(0.3)
-    start = time.perf_counter()
-    await engine.async_continue_generation()
-    await load.next_token()
-    resume = time.perf_counter() - start
-    await load.end(engine)
-    return {"step": chunk, "pause": pause, "resume": resume}
-
-
-async def abort_while_decoding(engine: sglang.Engine, params: dict[str, Any]) -> dict[str, float]:
-    """Seconds: a decode step, and the pause that ends all requests."""
-    load = Load(engine, params, prompt_len=24, num_new=2000)
-    await load.has(15)
-    start, first = time.perf_counter(), await num_decode_steps(engine)
-    await asyncio.sleep(1.5)
-    step = (time.perf_counter() - start) / (await num_decode_steps(engine) - first)
-    start = time.perf_counter()
-    await engine.async_pause_generation("abort")
-    pause = time.perf_counter() - start
-    await load.end(engine)
-    await engine.async_continue_generation()
-    return {"step": step, "pause": pause}
+    return {"step": chunk, **await paused(engine, load, mode)}
 
 
 Case = tuple[str, str, str]  # phase, kind, mode
@@ -165,12 +150,8 @@ async def measure(engine: sglang.Engine, rounds: int, bar: tqdm[Any]) -> list[di
     for number in range(rounds + 1):
         for case in CASES:
             phase, kind, mode = case
-            if mode == "abort":
-                sample = await abort_while_decoding(engine, KINDS[kind])
-            elif phase == "decode":
-                sample = await pause_while_decoding(engine, KINDS[kind], mode)
-            else:
-                sample = await pause_while_prefilling(engine, KINDS[kind], mode)
+            pause = pause_while_decoding if phase == "decode" else pause_while_prefilling
+            sample = await pause(engine, KINDS[kind], mode)
             if number:  # the first round warms up
                 samples[case].append(sample)
             bar.update()

@@ -3,9 +3,10 @@
 Random weights in a large geometry, CUDA graphs for up to --max-running-requests requests, a greedy
 request of 16 tokens as soon as /health says 200. Cold: every cache of compiled code (Triton,
 sgl_kernel, FlashInfer, inductor, the driver's) is an empty folder. Warm: the same folders again.
-So cold less warm is the time of compiling and of measuring prices of steps. With --eagle-head each
-server is also started with such a head of random weights. Files that the system has cached stay
-cached. The server is ended by SIGTERM, and all of its processes must be gone.
+So cold less warm is the time of compiling and of measuring prices of steps. --model-path serves
+weights of a folder instead, such as `benchmark.inflate` writes. With --eagle-head each server is
+also started with such a head of random weights. Files that the system has cached stay cached. The
+server is ended by SIGTERM, and all of its processes must be gone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sglang.srt.model_config import resolve_model_path
 
 NUM_TOKENS = 16
 EAGLE = "EAGLE"
+DUMMY = ("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy")
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
@@ -121,7 +123,7 @@ def measure_backend(
     """
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
-        *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
+        *(DUMMY if arguments.model_path is None else ()),
         *("--max-running-requests", str(arguments.max_running_requests)),
         *("--context-length", str(arguments.context_length), "--device", arguments.device),
         *(("--attention-backend", backend) if backend else ()),
@@ -184,6 +186,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, "startup")
     add = parser.add_argument
+    add("--model-path", help="with weights; default: random ones in --geometry")
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--attention-backends", nargs="*", default=[], help="default: the server's own choice")
     add("--max-running-requests", type=int, default=128)
@@ -194,7 +197,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eagle-head", action="store_true", help="also with a head that drafts")
     add("--server-flags", default="", help='more flags, such as "--disable-cuda-graph"')
     add("--device", default="auto")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.model_path is not None and arguments.eagle_head:
+        parser.error("--eagle-head has random weights, and --model-path has not: choose one.")
+    return arguments
 
 
 def main() -> int:
@@ -206,16 +212,16 @@ def main() -> int:
     total *= 1 + arguments.eagle_head
     with (
         random_model(arguments.geometry) as folder,
-        random_head(folder) as head,
+        random_head(model := str(resolve_model_path(arguments.model_path or folder))) as head,
         tqdm(total=total, unit="start") as bar,
     ):
         for backend in backends:
-            rows += measure_backend(arguments, folder, backend, bar)
+            rows += measure_backend(arguments, model, backend, bar)
             if arguments.eagle_head:
-                rows += measure_backend(arguments, folder, backend, bar, head)
+                rows += measure_backend(arguments, model, backend, bar, head)
     result = {
         **describe_environment(),
-        "geometry": arguments.geometry,
+        "model": arguments.model_path or f"random, {arguments.geometry}",
         "max_running_requests": arguments.max_running_requests,
         "context_length": arguments.context_length,
         "asked": STARTUP_S,

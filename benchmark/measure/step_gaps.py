@@ -4,8 +4,7 @@ One Engine per value of --max-step-ms, a large geometry with random weights, gre
 default flags else. Requests decode and stream; when all do, fresh long prompts come one after the
 other. A gap is the time between two pieces of one stream, as the Engine's caller sees them: of
 all streams alone, and of all while a long prompt waits for its first token. The first long prompt
-is not counted. --in-process does it with scheduler and worker alone, without a front end or
-messages: a gap is then what the scheduler's own steps take.
+is not counted.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ from benchmark.environment import describe_environment
 from benchmark.goals import MAX_GAP_RATIO
 from benchmark.measure.long_prompts import CONTEXT_LEN, MAX_RUNNING
 from benchmark.random_model import GEOMETRIES, random_model
-from sglang.bench_one_batch import OneBatch
 from sglang.benchmark.metrics import percentile
-from sglang.srt.flag_values import public_fields
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 DEFAULT = "default"
@@ -167,48 +163,6 @@ async def measure(
     return figures(streams, alone, beside, idle_s)
 
 
-def measure_in_process(
-    batch: OneBatch, arguments: argparse.Namespace, vocab_size: int, seeds: Iterator[int]
-) -> dict[str, Any]:
-    """`measure` without an Engine: tokens come when the scheduler has read them."""
-
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return random_prompts(count, length, vocab_size, next(seeds))
-
-    one_token = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-    params = SamplingParams(temperature=0.0, max_new_tokens=arguments.output_len, ignore_eos=True)
-    long_prompts = prompts(2 + 1 + arguments.repeats, arguments.prompt_len)
-    idle_s = [batch.wall_s([long_prompts.pop()], 1) for _ in range(2)][1]
-    streams = [Stream() for _ in range(arguments.streams)]
-    with batch.overlapping_steps(prompts(arguments.streams, arguments.input_len), params) as step:
-
-        def turn() -> float:
-            step()
-            now = time.perf_counter()
-            for stream, tokens in zip(streams, batch.outputs.values(), strict=False):
-                if len(tokens) > stream.num_tokens:
-                    stream.arrivals.append((now, len(tokens)))
-            return now
-
-        while min(stream.num_tokens for stream in streams) < WARM_TOKENS:
-            turn()
-        start = now = time.perf_counter()
-        while now < start + ALONE_S:
-            now = turn()
-        alone, beside = (start, now), []
-        for _ in range(arguments.repeats + 1):
-            batch.add([long_prompts.pop()], one_token)
-            start = now = time.perf_counter()
-            while not list(batch.outputs.values())[-1]:
-                now = turn()
-            beside.append((start, now))
-            while now < beside[-1][1] + BETWEEN_S:
-                now = turn()
-        if max(stream.num_tokens for stream in streams) >= arguments.output_len:
-            raise RuntimeError(STREAM_ENDED)
-    return figures(streams, alone, beside, idle_s)
-
-
 def measure_value(
     arguments: argparse.Namespace, folder: str, value: str, seeds: Iterator[int]
 ) -> dict[str, Any]:
@@ -225,18 +179,12 @@ def measure_value(
         **flags,
     )
     vocab_size = GEOMETRIES[arguments.geometry].vocab_size
-    if arguments.in_process:
-        batch = OneBatch(args)
-        keep_out_of_collections()
-        found = measure_in_process(batch, arguments, vocab_size, seeds)
-        bound_ms, schedule = public_fields(args).get("max_step_ms"), None
-    else:
-        with sglang.Engine(args) as engine:
-            keep_out_of_collections()  # of this process, whose pauses are none of the server's
-            info = engine.get_server_info()
-            schedule = info["resolved"]["schedule"]
-            found = asyncio.run(measure(engine, arguments, vocab_size, seeds))
-        bound_ms = {**info, **schedule}.get("max_step_ms")
+    with sglang.Engine(args) as engine:
+        keep_out_of_collections()  # of this process, whose pauses are none of the server's
+        info = engine.get_server_info()
+        schedule = info["resolved"]["schedule"]
+        found = asyncio.run(measure(engine, arguments, vocab_size, seeds))
+    bound_ms = {**info, **schedule}.get("max_step_ms")
     return {
         "max_step_ms": value,
         "bound_ms": bound_ms,
@@ -251,7 +199,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     values = [DEFAULT, "0", "20", "40", "80"]
     add("--max-step-ms", nargs="+", default=values, help=f"{DEFAULT}: the server's own")
-    add("--in-process", action="store_true", help="scheduler and worker alone; one value")
     add("--streams", type=int, default=64, help="requests that decode")
     add("--input-len", type=int, default=128, help="of a stream")
     add("--output-len", type=int, default=3000, help="of a stream, more than it gets to")
@@ -260,10 +207,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--device", default="auto")
     add("--attention-backend")
-    arguments = parser.parse_args(argv)
-    if arguments.in_process and len(arguments.max_step_ms) > 1:
-        parser.error("--in-process takes one value of --max-step-ms: a process holds one model.")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main() -> None:
@@ -274,7 +218,6 @@ def main() -> None:
         **describe_environment(),
         "geometry": arguments.geometry,
         "attention_backend": arguments.attention_backend or DEFAULT,
-        "how": "in-process" if arguments.in_process else "Engine.async_generate",
         "streams": arguments.streams,
         "prompt_len": arguments.prompt_len,
         "asked_ratio": MAX_GAP_RATIO,

@@ -110,18 +110,14 @@ TABLES = {
         )
     },
     "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
-    "adaptive_steps": Table(
-        ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True
-    ),
-    "adaptive_stationary_throughput": Table(
-        ADAPTIVE,
-        "adaptive_stationary_throughput*.json",
-        partial(speculation_tables.adaptive_stationary, way_name="throughput"),
-        has_provenance=True,
-    ),
-    "adaptive_costs": Table(
-        ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
-    ),
+    **{
+        name: Table(ADAPTIVE, f"{name}.json", make, has_provenance=True)
+        for name, make in (
+            ("adaptive_steps", speculation_tables.adaptive_steps),
+            ("adaptive_stationary_auto", speculation_tables.adaptive_stationary),
+            ("adaptive_costs", speculation_tables.adaptive_costs),
+        )
+    },
     "costly_requests": Table(
         RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),

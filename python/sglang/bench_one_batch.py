@@ -100,12 +100,12 @@ class OneBatch:
         self._scheduler = Scheduler(
             replace(config.scheduler, enable_overlap=False),
             worker,
-            make_ledger(config, runners.memory.num_pages),
-            make_resources(runners),
-            self._inbox,
-            self._collect,
-            lambda message: None,
-            _no_stop_finder,
+            ledger=make_ledger(config, runners.memory.num_pages),
+            resources=make_resources(runners),
+            inbox=self._inbox,
+            to_detokenizer=self._collect,
+            to_frontend=lambda message: None,
+            make_stop_finder=_no_stop_finder,
             budget=make_budget(config, prices),
         )
 

@@ -183,15 +183,18 @@ def test_broken_links_and_starts(trees: Ops, seed: int) -> None:
 
 
 def test_uniform_ops_of_no_requests_write_nothing() -> None:
+    """Their outputs are the first rows, none, of memory that stays as it is."""
     case = random_trees(0, 3, seed=0)
-    shape = (0, 3)
-    ints = (torch.empty(0).int(), torch.empty(0, 4).int(), torch.empty(0).int())
-    trees = (torch.empty(shape).long(),) * 4
+    memory = [torch.full(shape, 7, dtype=torch.int32) for shape in ((6,), (2, 4), (2,))]
+    ints = [whole[:0] for whole in memory]
+    trees = (torch.empty(0, 3).long(),) * 4
     sgl_kernel.verify_tree_greedy(*ints, *trees, trees[0])
-    coins = (torch.empty(shape), case.final_coins)
+    coins = (torch.empty(0, 3), case.final_coins)
+    probs = torch.full((2, 3, 5), 7.0)
     sgl_kernel.tree_speculative_sampling_target_only(
-        *(*ints, *trees, *coins, torch.empty(0, 3, 5), torch.empty(0, 3, 5))
+        *(*ints, *trees, *coins, torch.empty(0, 3, 5), probs[:0])
     )
+    assert all((whole == 7).all() for whole in (*memory, probs))
 
 
 def test_no_tokens_and_no_requests(trees: Ops) -> None:

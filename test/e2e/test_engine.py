@@ -134,6 +134,7 @@ def test_flush_and_server_info(engine: Engine) -> None:
     assert info["max_req_len"] > 0
 
 
+@pytest.mark.long_matrix
 def test_two_engines_live_side_by_side_and_one_death_is_its_own(
     engine: Engine, model_dir: Path
 ) -> None:
@@ -181,6 +182,7 @@ print(len(next(stream)["output_ids"]))
 """
 
 
+@pytest.mark.long_matrix
 def test_script_without_main_guard_or_shutdown_ends_by_itself(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -1,8 +1,7 @@
-"""The front end with real processes: busy servers, dead tasks, starts that cannot succeed."""
+"""The front end with real processes: busy servers, dead tasks."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,14 @@ from serving_utils import (
     DUMMY,
     ENDLESS,
     RunningServer,
-    environ,
-    free_port,
     in_background,
     make_model_dir,
     running_server,
-    server_command,
     wait_for_running,
     wait_for_waiting,
     wait_until,
 )
 from sglang import Engine
-from sglang.srt.processes.config_error import ConfigError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -51,6 +46,7 @@ def unusual_server(
 # ---------------------------------------------------------------- the server
 
 
+@pytest.mark.long_matrix
 def test_full_server_of_requests_that_do_not_stream_is_healthy(model_dir: Path) -> None:
     """One runs, one waits, and the next would be refused: probes too, yet tokens are made."""
     flags = ("--max-running-requests", "1", "--max-queued-requests", "1", "--skip-server-warmup")
@@ -90,23 +86,6 @@ def test_server_lives_on_with_the_largest_stop_expressions_and_with_larger_ones(
     assert call.result().status_code == 200
 
 
-def run_to_end(command: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environ(**extra), capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_pool_without_room_for_a_request_is_one_clear_line(model_dir: Path) -> None:
-    command = server_command(model_dir, free_port(), *DUMMY, "--max-total-tokens", "1")
-    result = run_to_end(command)
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    (line,) = [text for text in result.stderr.splitlines() if "error" in text]
-    assert "--max-total-tokens" in line
-    with pytest.raises(ConfigError, match="--max-total-tokens"):
-        Engine(model_path=str(model_dir), load_format="dummy", max_total_tokens=1)
-
-
 def test_preferred_parameters_do_not_break_warm_up_and_probes(
     unusual_server: tuple[RunningServer, Path],
 ) -> None:
@@ -127,6 +106,7 @@ def test_server_starts_with_a_temporary_directory_too_long_for_sockets(
 # ---------------------------------------------------------------- the Engine
 
 
+@pytest.mark.long_matrix
 def test_engine_whose_receiving_ends_answers_everyone(model_dir: Path) -> None:
     with Engine(model_path=str(model_dir), load_format="dummy") as engine:
         check_that_everyone_is_answered(engine)

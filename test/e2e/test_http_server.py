@@ -43,6 +43,14 @@ def server(model_dir: Path) -> Iterator[RunningServer]:
         yield running
 
 
+def test_a_model_without_a_chat_template_says_which_flag(server: RunningServer) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert "--chat-template FILE" in response.json()["error"]["message"]
+    assert server.generate().status_code == 200
+
+
 # ---------------------------------------------------------------- generate
 
 

@@ -208,6 +208,7 @@ def test_penalties_survive_every_schedule(
     assert unpenalized != penalized
 
 
+@pytest.mark.long_matrix
 def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     with sglang.Engine(

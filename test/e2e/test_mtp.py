@@ -150,6 +150,7 @@ def test_samples_of_one_prompt_share_what_they_are_told(server: RunningServer) -
     assert all("mtp_effective_k" in answer["meta_info"] for answer in answers)
 
 
+@pytest.mark.long_matrix
 def test_clients_that_know_nothing_of_it_get_the_preferred_parameters(tmp_path: Path) -> None:
     """With the mask token of a flag, as of a model that has none itself."""
     preferred = {"mtp_enabled": True, "mtp_verify": True, "mtp_k": 4, "ignore_eos": True}
@@ -168,6 +169,7 @@ def test_clients_that_know_nothing_of_it_get_the_preferred_parameters(tmp_path: 
         assert completion["choices"][0]["text"] == plain["text"]
 
 
+@pytest.mark.long_matrix
 def test_the_engine_takes_the_same_parameters() -> None:
     with sglang.Engine(model_path="demo", disable_overlap_schedule=True) as engine:
         params = [{"max_new_tokens": 30, **mode} for mode in MODES.values()]

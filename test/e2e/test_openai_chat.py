@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
-import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from grammar_cases import PERSON
-from serving_utils import (
-    DUMMY,
-    RunningServer,
-    environ,
-    events,
-    free_port,
-    make_model_dir,
-    running_server,
-    server_command,
-)
+from serving_utils import RunningServer, events
 from sglang.srt.model_config import resolve_model_path
 
-FLAGS = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
 PROMPT = {"prompt": "x = "}
 MESSAGES = [{"role": "user", "content": "Read a file.\nIt is small."}]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server("demo", "--served-model-name", "tiny", *FLAGS) as running:
-        yield running
+def server(openai_server: RunningServer) -> RunningServer:
+    return openai_server
 
 
 def chat(server: RunningServer, **body: Any) -> dict[str, Any]:
@@ -234,48 +218,3 @@ def test_errors_have_openais_envelope(server: RunningServer) -> None:
         "/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"}
     )
     assert response.status_code == 400
-
-
-def test_a_model_without_a_template_says_which_flag(tmp_path: Path) -> None:
-    folder = make_model_dir(tmp_path / "model")
-    with running_server(folder, *DUMMY) as server:
-        response = server.post("/v1/chat/completions", {"messages": MESSAGES})
-        assert response.status_code == 400
-        assert "--chat-template FILE" in response.json()["error"]["message"]
-        assert server.generate().status_code == 200
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--chat-template", "no-such-file.jinja"),
-        ("--tool-call-parser", "nobody"),
-        ("--reasoning-parser", "nobody"),
-    ],
-)
-def test_flags_that_make_no_sense_end_the_start(flags: tuple[str, ...]) -> None:
-    command = server_command("demo", free_port(), *flags)
-    ended = subprocess.run(
-        command, env=environ(), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith(f"sglang: error: {flags[0]}: ")
-
-
-@pytest.mark.long_matrix
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_process_that_renders_ends_with_the_server(number: signal.Signals) -> None:
-    with running_server("demo") as server:
-        before = {child.pid for child in psutil.Process(server.process.pid).children()}
-        chat(server)
-        (renderer,) = [
-            child
-            for child in psutil.Process(server.process.pid).children()
-            if child.pid not in before
-        ]
-        assert "render_process" in " ".join(renderer.cmdline())
-        server.process.send_signal(number)
-        server.exit_code()
-        gone, alive = psutil.wait_procs([renderer], timeout=10)
-        assert gone
-        assert not alive

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serving_utils import RunningServer, events, running_server
+from serving_utils import RunningServer, events
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 TEXT = "import os\n\ndef "
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server("demo", "--served-model-name", "tiny") as running:
-        yield running
+def server(openai_server: RunningServer) -> RunningServer:
+    return openai_server
 
 
 def complete(server: RunningServer, **body: Any) -> dict[str, Any]:

@@ -176,6 +176,7 @@ def test_nobody_is_asked_while_the_page_is_hidden(page: Page) -> None:
     assert len(page.requested_urls()) > num_asked
 
 
+@pytest.mark.long_matrix
 def test_the_page_goes_on_after_a_restart_and_says_so(page: Page, servers: Servers) -> None:
     set_parameters(page, **ENDLESS_DEMO)
     page.click("send")

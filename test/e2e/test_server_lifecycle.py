@@ -17,6 +17,7 @@ from serving_utils import (
     DUMMY,
     ENDLESS,
     MASK,
+    RunningServer,
     environ,
     events,
     free_port,
@@ -74,6 +75,7 @@ def test_death_of_a_child_ends_the_server_with_an_error(
         assert not list(tmp_path.glob("sglang-*"))
 
 
+@pytest.mark.long_matrix
 def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
     """After the first signal a short request finishes and new ones get 503; the second aborts."""
     flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
@@ -104,6 +106,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
         assert gone(children)
 
 
+@pytest.mark.long_matrix
 def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: Path) -> None:
     """A frozen request ends with its partial output, a control call that still waits with 503."""
     flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
@@ -128,6 +131,7 @@ def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: 
         assert time.monotonic() - begin < 20
 
 
+@pytest.mark.long_matrix
 def test_end_of_text_ids_that_the_model_lacks_are_named_once_and_end_nothing(
     tmp_path: Path,
 ) -> None:
@@ -155,21 +159,45 @@ def test_end_of_text_ids_that_the_model_lacks_are_named_once_and_end_nothing(
     assert errors.count("top_k 1 of generation_config.json") == 1
 
 
-def test_killed_server_leaves_no_children_and_no_sockets(model_dir: Path, tmp_path: Path) -> None:
-    with running_server(model_dir, *DUMMY, "--skip-server-warmup", TMPDIR=str(tmp_path)) as server:
+@pytest.fixture(scope="module")
+def chat_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "template.jinja"
+    path.write_text("{{ messages[0].content }}")
+    return path
+
+
+def chat(server: RunningServer) -> int:
+    """Has a chat, for which a process renders; returns that one's id."""
+    before = {child.pid for child in psutil.Process(server.process.pid).children()}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    children = psutil.Process(server.process.pid).children()
+    (renderer,) = [child for child in children if child.pid not in before]
+    assert "render_process" in " ".join(renderer.cmdline())
+    return renderer.pid
+
+
+def test_killed_server_leaves_no_children_and_no_sockets(
+    model_dir: Path, chat_template: Path, tmp_path: Path
+) -> None:
+    flags = ("--skip-server-warmup", "--chat-template", str(chat_template))
+    with running_server(model_dir, *DUMMY, *flags, TMPDIR=str(tmp_path)) as server:
         assert list(tmp_path.glob("sglang-*"))
-        children = list(server.children().values())
-        assert len(children) == 2
+        children = [*server.children().values(), chat(server)]
+        assert len(children) == 3
         server.process.kill()
         assert gone(children)
         assert not list(tmp_path.glob("sglang-*"))
 
 
-def test_keys_guard_a_real_server_and_are_told_to_nobody(model_dir: Path) -> None:
-    """Not in answers, not in the log, not in what the process list shows of the children."""
+def test_keys_guard_a_real_server_and_are_told_to_nobody(
+    model_dir: Path, chat_template: Path
+) -> None:
+    """Not in answers, not in the log, not in what the process list shows of the children, that
+    renders chats too; the latter ends with SIGTERM."""
     keys = {"--api-key": "user-Kkey", "--admin-api-key": "admin-Kkey"}
     flags = [word for pair in keys.items() for word in pair]
-    flags.append("--skip-server-warmup")
+    flags += ["--skip-server-warmup", "--chat-template", str(chat_template)]
     with running_server(model_dir, *DUMMY, *flags, SGLANG_STRICT_INVARIANTS="0") as server:
         client, user, admin = server.client, *(f"Bearer {key}" for key in keys.values())
 
@@ -185,19 +213,15 @@ def test_keys_guard_a_real_server_and_are_told_to_nobody(model_dir: Path) -> Non
         with client.stream("POST", "/generate", json=stream_body(max_new_tokens=3)) as response:
             assert len(list(events(response.iter_lines()))) >= 2
         texts = [client.get("/server_info").text]
-        for pid in server.children().values():
+        children = [*server.children().values(), chat(server)]
+        for pid in children:
             child = psutil.Process(pid)
             texts += [str(child.cmdline()), str(child.environ())]
         server.process.send_signal(signal.SIGTERM)
         texts.append(server.process.communicate(timeout=20)[1])
+        assert gone(children)
     assert "Start-up summary" in texts[-1]
     assert not [text for text in texts if "Kkey" in text]
-
-
-def test_flags_about_access_that_make_no_sense_are_one_clear_line(model_dir: Path) -> None:
-    for flag, value in (("--api-key", ""), ("--allowed-origins", "*")):
-        result = run_to_end(server_command(model_dir, free_port(), *DUMMY, flag, value))
-        check_one_line(result, flag)
 
 
 @pytest.mark.long_matrix
@@ -222,6 +246,7 @@ def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
     assert errors.endswith("Stopped before the server was ready.\n")
 
 
+@pytest.mark.long_matrix
 def test_sigterm_before_the_flags_are_checked_exits_0(model_dir: Path) -> None:
     command = server_command(model_dir, free_port(), *DUMMY)
     process = subprocess.Popen(command, env=environ(), stderr=subprocess.PIPE, text=True)
@@ -250,6 +275,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *words: str) -> Non
         assert word in line
 
 
+@pytest.mark.long_matrix
 def test_taken_port_is_one_clear_line(model_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -258,14 +284,14 @@ def test_taken_port_is_one_clear_line(model_dir: Path) -> None:
         check_one_line(run_to_end(server_command(model_dir, port, *DUMMY)), str(port), "--port")
 
 
+@pytest.mark.long_matrix
 def test_broken_model_directory_is_one_clear_line(tmp_path: Path) -> None:
-    missing = server_command(tmp_path / "nothing", free_port())
-    check_one_line(run_to_end(missing), "nothing", "--model-path")
     broken = make_model_dir(tmp_path / "broken")
     (broken / "config.json").write_text("{")
     check_one_line(run_to_end(server_command(broken, free_port())), "config.json")
 
 
+@pytest.mark.long_matrix
 def test_child_that_cannot_start_is_one_clear_line(tmp_path: Path) -> None:
     """No weights: only the scheduler finds out."""
     model = make_model_dir(tmp_path / "model")

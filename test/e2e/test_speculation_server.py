@@ -125,6 +125,7 @@ def metrics_of(server: RunningServer) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.long_matrix
 def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
     right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

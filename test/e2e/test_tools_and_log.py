@@ -7,14 +7,13 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from serving_utils import RunningServer, open_request, running_server
+from serving_utils import RunningServer, open_request
 from sglang import bench_offline_throughput, bench_one_batch, bench_serving
 
 NUM_SLOW = 20
@@ -28,23 +27,8 @@ NEEDS_MORE = re.compile("weight|group|memory|profile|flush|{model}")
 
 
 @pytest.fixture(scope="module")
-def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("log") / "requests.jsonl"
-
-
-@pytest.fixture(scope="module")
-def server(log_file: Path) -> Iterator[RunningServer]:
-    flags = (
-        "--tool-call-parser",
-        "hermes",
-        "--log-requests",
-        "--log-requests-level",
-        "2",
-        "--log-requests-target",
-        str(log_file),
-    )
-    with running_server("demo", *flags) as running:
-        yield running
+def server(openai_server: RunningServer) -> RunningServer:
+    return openai_server
 
 
 @pytest.mark.long_matrix
@@ -70,6 +54,7 @@ def test_bench_serving_completes_and_reports(
     assert "Successful requests:                     12" in capsys.readouterr().out
 
 
+@pytest.mark.long_matrix
 def test_offline_and_one_batch_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +72,7 @@ def test_offline_and_one_batch_tools(
 
 
 def test_request_log_has_one_line_per_sample_and_none_for_no_logs(
-    server: RunningServer, log_file: Path
+    server: RunningServer, request_log: Path
 ) -> None:
     forged = 'x"}\n{"rid": "forged"}'
     body = {
@@ -99,9 +84,9 @@ def test_request_log_has_one_line_per_sample_and_none_for_no_logs(
     assert server.post("/generate", body).status_code == 200
     assert server.post("/generate", {**body, "rid": "hidden", "no_logs": True}).status_code == 200
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and log_file.read_text().count('"logged"') < 2:
+    while time.monotonic() < deadline and request_log.read_text().count('"logged"') < 2:
         time.sleep(0.05)
-    lines = [json.loads(line) for line in log_file.read_text().splitlines()]
+    lines = [json.loads(line) for line in request_log.read_text().splitlines()]
     mine = [line for line in lines if line["rid"] == "logged"]
     assert len(mine) == 2
     assert {line["rid"] for line in lines}.isdisjoint({"hidden", "forged"})

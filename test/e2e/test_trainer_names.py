@@ -192,6 +192,7 @@ def test_no_other_server_is_taken_for_its_own(adapter: HttpServerEngineAdapter) 
         HttpServerEngineAdapter(adapter.server_args)
 
 
+@pytest.mark.long_matrix
 def test_launch_server_serves_until_it_is_told_to_stop(model_dir: Path) -> None:
     program = (
         "import sys\n"

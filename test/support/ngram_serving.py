@@ -41,14 +41,14 @@ def ngram_config(
     rounds = RoundOptions(num_drafts, num_free=num_drafts, **options)
     limits = NgramLimits(1, longest, by_frequency)
     config = NgramConfig(
-        rounds,
-        limits,
-        capacity,
-        breadth,
-        suppressed,
-        min_breadth,
-        corpus_budget,
-        None if corpus is None else joined_texts(corpus),
+        rounds=rounds,
+        limits=limits,
+        capacity=capacity,
+        breadth=breadth,
+        suppressed_token_ids=suppressed,
+        min_breadth=min_breadth,
+        corpus_budget=corpus_budget,
+        corpus=None if corpus is None else joined_texts(corpus),
     )
     return DrafterConfig("ngram", config)
 

@@ -14,11 +14,15 @@ def all_cases(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
 def pairwise_cases(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Cases in which each two values of different keys meet at least once."""
     everything = all_cases(choices)
-    pairs_of = [set(itertools.combinations(case.items(), 2)) for case in everything]
-    missing, cases = set[Any]().union(*pairs_of), []
+    bits: dict[Any, int] = {}  # of each pair one
+    pairs_of = []
+    for case in everything:
+        pairs = itertools.combinations(case.items(), 2)
+        pairs_of.append(sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs))
+    missing, cases = (1 << len(bits)) - 1, []
     while missing:
-        best = max(range(len(everything)), key=lambda index: len(pairs_of[index] & missing))
-        missing -= pairs_of[best]
+        best = max(range(len(everything)), key=lambda at: (pairs_of[at] & missing).bit_count())
+        missing &= ~pairs_of[best]
         cases.append(everything[best])
     return cases
 

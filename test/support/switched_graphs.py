@@ -17,11 +17,13 @@ from drafted_serving import Drafted
 from drafter_checks import DraftCounter
 from jumping_tier import CHANGING, JUMPING, resting
 from oracle import Reference, assert_equal_up_to_near_ties, code_snippets, most_near_ties
+from sglang.srt.environ import Environ
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs
 from sglang.srt.model_executor.runner_group import make_runners
+from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.processes.worker_factory import drafter_models
@@ -72,7 +74,9 @@ def drafter_of(tier_policy: str, num_steps: int = NUM_STEPS, **flags: Any) -> Dr
         **flags,
     )
     model = load_model_config("demo")
-    drafter = drafter_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
+    suppressed = (model.hf["mtp_mask_token_id"],)
+    asked = Asked(args=args, model=model, suppressed_token_ids=suppressed, environ=Environ())
+    drafter = drafter_from_flags(asked)
     assert drafter is not None
     rounds = replace(drafter.options.rounds, tier_policy=tier_policy)
     return replace(drafter, options=replace(drafter.options, rounds=rounds))

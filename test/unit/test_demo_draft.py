@@ -9,7 +9,9 @@ from test_demo_heads import DEMO, MODULES, NUM_NEW, NUM_PROMPT_TOKENS, RESULTS, 
 from drafter_checks import drafter_harness
 from oracle import code_snippets
 from sglang.srt.draft_model_config import load_draft_config
+from sglang.srt.environ import Environ
 from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import load_tokenizer
@@ -58,7 +60,9 @@ def test_drafts_are_often_right_and_change_no_token() -> None:
         speculative_load_aware="off",
     )
     model = load_model_config("demo")
-    drafter = drafter_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
+    suppressed = (model.hf["mtp_mask_token_id"],)
+    asked = Asked(args=args, model=model, suppressed_token_ids=suppressed, environ=Environ())
+    drafter = drafter_from_flags(asked)
     found = []
     for each in (None, drafter):
         harness, _ = drafter_harness(DEMO, SETUP, each, checks_kv=False)

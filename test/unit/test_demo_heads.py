@@ -16,9 +16,11 @@ from safetensors import safe_open
 
 from drafter_checks import drafter_harness
 from oracle import Reference, assert_equal_up_to_near_ties, code_snippets
+from sglang.srt.environ import Environ
 from sglang.srt.head_config import EAGLE, EAGLE3, LAYER_IDS
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config, resolve_model_path
+from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter_options import DrafterConfig
@@ -62,7 +64,9 @@ class Head:
             speculative_load_aware="off",
         )
         model = load_model_config("demo")
-        drafter = drafter_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
+        suppressed = (model.hf["mtp_mask_token_id"],)
+        asked = Asked(args=args, model=model, suppressed_token_ids=suppressed, environ=Environ())
+        drafter = drafter_from_flags(asked)
         assert drafter is not None
         return drafter
 

@@ -179,7 +179,7 @@ def test_what_is_left_out_is_not_there() -> None:
     ("script", "package_module"),
     [
         ("scripts/playground/mtp_cudagraph_ab.py", "benchmark.measure.mtp_cudagraph_ab"),
-        ("tile_spec/run_bench.py", "benchmark.measure.tile_spec"),
+        ("tile_spec/run_bench.py", "benchmark.measure.experiment"),
     ],
 )
 def test_the_script_runs_the_experiment(

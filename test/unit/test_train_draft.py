@@ -161,6 +161,7 @@ def few_files(seed: int, max_bytes: int | None) -> Corpus:
     return Corpus(read(argparse, textwrap), read(code, copy), {})
 
 
+@pytest.mark.long_matrix
 def test_the_command_trains_writes_and_describes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,9 @@ from dataclasses import MISSING
 from typing import Any, NoReturn, get_type_hints
 
 from sglang.srt.flag_file import with_flags_of_files
-from sglang.srt.flag_values import flags_of, value_type
+from sglang.srt.flag_values import as_flag, flags_of, value_type
 from sglang.srt.sglang_arguments import (
     SGLangArgument,
-    as_flag,
     dest_of,
     missing_arguments,
     names_by_spelling,
@@ -48,7 +47,7 @@ def add_flags(section: Callable[[str], AddOption], flags_class: type) -> None:
     for name, entry in flags.items():
         if entry.metadata["section"]:
             add = section(entry.metadata["section"])
-        names = (f"--{name.replace('_', '-')}", *entry.metadata["aliases"])
+        names = (as_flag(name), *entry.metadata["aliases"])
         kwargs: dict[str, Any] = {"dest": name, "help": entry.metadata["help"]}
         if hints[name] is bool:
             kwargs["action"] = "store_true"

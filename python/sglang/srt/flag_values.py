@@ -77,6 +77,15 @@ def flags_of(flags_class: Any) -> dict[str, Field[Any]]:
     return {entry.name: entry for entry in ordered if entry.metadata}
 
 
+def as_flag(name: str, value: Any = True) -> str:
+    """Spells a field of flags as on a command line; a value of True stands for none."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    values = value if isinstance(value, list) else [value]
+    return " ".join([flag, *map(str, values)])
+
+
 def check_finite(flags: Any) -> None:
     """Refuses numbers that are not finite.
 

@@ -141,15 +141,6 @@ def as_argument(name: str, value: Any) -> str:
     return f"{name}={value!r}"
 
 
-def as_flag(name: str, value: Any) -> str:
-    """Spells an argument as on a command line."""
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return flag
-    values = value if isinstance(value, list) else [value]
-    return " ".join([flag, *map(str, values)])
-
-
 def own_arguments(given: Mapping[str, Any], flags_class: type, spell: Spelling) -> dict[str, Any]:
     """Makes arguments of SGLang those of `flags_class`, a dataclass of `flag`s.
 

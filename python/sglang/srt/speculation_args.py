@@ -9,7 +9,7 @@ from sglang.srt.flag_values import flag
 
 @dataclass(kw_only=True)
 class SpeculationArgs:
-    """Holds what the user asked for of drafts. `None` means: let `speculation_flags` decide."""
+    """Holds what the user asked for of drafts. `None` lets `speculation_flags.py` decide."""
 
     speculative_algorithm: str | None = flag(
         None,

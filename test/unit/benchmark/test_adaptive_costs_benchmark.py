@@ -132,6 +132,7 @@ def test_a_real_worker_is_measured_at_the_tiers_that_were_set(
     assert set(row["policy_us"]) == {"ema", "throughput"}
 
 
+@pytest.mark.long_matrix
 def test_bytes_of_graphs_are_those_of_target_and_head(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

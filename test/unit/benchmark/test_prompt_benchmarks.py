@@ -8,26 +8,21 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmark import http_load
 from benchmark.command import add_schedule_options, schedule_flags
-from benchmark.kernel_times import Event, kind_of, sums
-from benchmark.measure import http_streams, load_weights, long_prompts, step_gaps, stream_bounds
+from benchmark.measure import long_prompts, step_gaps, stream_bounds
+from benchmark.measure.kernel_times import Event, flop, kind_of, sums
 from benchmark.measure.long_prompts import CASES, Case
-from benchmark.measure.prefill_profile import flop
-from benchmark.random_model import GEOMETRIES, LLAMA_8B, random_model, weight_shapes, write_weights
+from benchmark.random_model import GEOMETRIES, LLAMA_8B
 from benchmark.sse_client import StreamClient, StreamedAnswer, StreamError, last_event
 from priced_server import h100
-from sglang.bench_one_batch import OneBatch
-from sglang.srt.model_config import load_model_config
-from sglang.srt.model_loader.loader import load_model
 from sglang.srt.scheduling.prompt_budget import DecodeLoad, FixedBudget
-from sglang.srt.server_args import ServerArgs
 
 TINY = GEOMETRIES["tiny"]
 
@@ -150,11 +145,10 @@ def test_every_moment_of_a_profile_counts_once() -> None:
 
 def test_operations_of_a_prefill_are_those_of_its_weights_and_of_its_pairs_of_tokens() -> None:
     found = flop(LLAMA_8B, 100)
-    layers = sum(
-        prod(shape)
-        for name, shape in weight_shapes(LLAMA_8B)
-        if len(shape) == 2 and ".layers." in name
-    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_8B.hf_config()))
+    matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+    layers = sum(weight.numel() for name, weight in matrices.items() if ".layers." in name)
     assert found["matrix products"] == 2 * (100 * layers + 4096 * 128256)
     pairs = sum(key <= query for query in range(100) for key in range(100))
     assert found["attention"] == 32 * 32 * pairs * (2 * 128 + 2 * 128)
@@ -190,34 +184,6 @@ def test_a_gap_is_judged_by_the_bound_on_steps_where_there_is_one(
     longest_ms: float, bound_ms: float | None, expected: bool | None
 ) -> None:
     assert step_gaps.is_within(longest_ms, bound_ms) is expected
-
-
-def test_steps_alone_are_measured_with_a_scheduler_that_keeps_its_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(step_gaps, "ALONE_S", 0.02)
-    monkeypatch.setattr(step_gaps, "BETWEEN_S", 0.0)
-    flags = ["--streams", "3", "--input-len", "8", "--prompt-len", "300", "--output-len"]
-    arguments = ["--in-process", "--max-step-ms", "default", "--repeats", "2", *flags]
-    batch = OneBatch(
-        ServerArgs(model_path="demo", device="cpu", chunked_prefill_size=64, max_running_requests=8)
-    )
-    seeds = itertools.count()
-    wanted = step_gaps.parse([*arguments, "150"])
-    found = step_gaps.measure_in_process(batch, wanted, batch.vocab_size, seeds)
-    assert [len(tokens) for tokens in batch.outputs.values()] == [150] * 3 + [1] * 3
-    assert len(found["first_token_s_by_prompt"]) == len(found["beside"]["max_ms_by_prompt"]) == 2
-    # Chunks share the step with decoding rows, so each stream has a gap for each chunk.
-    assert found["beside"]["num_gaps"] >= 2 * 3 * (300 // 64)
-    assert found["first_token_s"] * 1e3 >= found["beside"]["p50_ms"] > 0
-    short = step_gaps.parse([*arguments, "20"])
-    with pytest.raises(RuntimeError, match="--output-len"):
-        step_gaps.measure_in_process(batch, short, batch.vocab_size, seeds)
-
-
-def test_steps_alone_take_one_value_as_a_process_holds_one_model() -> None:
-    with pytest.raises(SystemExit):
-        step_gaps.parse(["--in-process"])
 
 
 # ---------------------------------------------------------------- streams over HTTP
@@ -300,78 +266,11 @@ def test_figures_of_streams_are_of_their_tokens_and_their_waits() -> None:
         StreamedAnswer(1.0, [1.5, 1.75, 2.0], last),
         StreamedAnswer(2.0, [2.25, 2.25, 3.25], last),
     ]
-    found = http_streams.summarize(answers, seconds=2.0)
+    found = http_load.summarize(answers, seconds=2.0)
     assert found["tok_s"] == 3.0
     assert found["first_token_p50_ms"] == 375.0
     assert (found["gap_p50_ms"], found["gap_max_ms"]) == (250.0, 1000.0)
     assert (found["num_tokens"], found["num_events"]) == (6, 6)
-
-
-def test_clients_of_a_server_get_its_flags_as_they_were_given() -> None:
-    command = http_streams.server_command(http_streams.parse(["--max-step-ms", "20"]), "folder")
-    assert command[command.index("--max-step-ms") + 1] == "20.0"
-    assert "--chunked-prefill-size" not in command
-
-
-# ---------------------------------------------------------------- weights
-
-
-def test_written_weights_are_a_checkpoint_that_the_runtime_loads(tmp_path: Path) -> None:
-    with random_model("tiny", context_len=64, parent=tmp_path) as folder:
-        assert Path(folder).parent == tmp_path
-        num_bytes = write_weights(Path(folder), TINY)
-        config = load_model_config(folder)
-        model = load_model(config, "auto", 64, torch.bfloat16, "cpu")
-    assert config.context_len == 64
-    parameters = [parameter.float() for parameter in model.parameters()]
-    assert num_bytes == 2 * sum(parameter.numel() for parameter in parameters)
-    wide = [parameter for parameter in parameters if parameter.ndim == 2]
-    assert all(0.018 < float(parameter.std()) < 0.022 for parameter in wide)
-
-
-def test_the_most_of_a_process_is_kept_with_what_is_its_own() -> None:
-    memory = load_weights.PeakMemory()
-    text = "Name:\tx\nVmHWM:\t{} kB\nRssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t{} kB\n"
-    memory.add(text.format(90, 50, 30, 10))
-    memory.add(text.format(99, 20, 70, 9))
-    expected = {"VmHWM": 99, "RssAnon": 50, "RssFile": 70, "RssShmem": 10, "own": 60}
-    assert memory.peaks_kb == expected
-
-
-@pytest.mark.parametrize(("share", "expected"), [(None, 0.88), (0.5, 0.5)])
-def test_a_pool_is_compared_with_what_fits_beside_the_weights(
-    share: float | None, expected: float
-) -> None:
-    resolved = {
-        "num_parameters": 1000,
-        "draft_models": [],
-        "draft_tiers": [],
-        "num_draft_steps": 0,
-        "dtype": "bfloat16",
-        "kv_bytes_per_token": 10,
-        "max_total_num_tokens": 300,
-    }
-    found = load_weights.kv_share({"mem_fraction_static": share, "resolved": resolved}, 10_000)
-    fitting = (expected * 10_000 - 2000) / 10
-    assert found["static_share"] == expected
-    assert found["fitting_kv_tokens"] == int(fitting)
-    assert found["kv_share"] == pytest.approx(300 / fitting, abs=1e-4)
-
-
-def test_a_load_is_summed_up_by_its_warm_starts_and_their_highest_peak() -> None:
-    runs = [
-        {
-            "ready_s": seconds,
-            "peak_mib": {"VmHWM": peak},
-            "kv_tokens": 7,
-            "kv_size_reason": "why",
-            "info": {},
-        }
-        for seconds, peak in ((9.0, 300), (11.0, 200))
-    ]
-    found = load_weights.summarize(runs, memory_bytes=None)
-    assert (found["ready_s"], found["peak_mib"]) == (10.0, {"VmHWM": 300})
-    assert "kv_share" not in found
 
 
 # ---------------------------------------------------------------- bounds of streams and lists

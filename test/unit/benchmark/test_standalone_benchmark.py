@@ -11,9 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmark import inflate
-from benchmark.engine_load import Budget
-from benchmark.measure.speculation_paired import Shape, inflate_draft, measure, parse
-from benchmark.paired import print_ratios
+from benchmark.drafters import STANDALONE, inflate_command
 from benchmark.random_model import DRAFT_GEOMETRIES, LLAMA_8B
 from mtp_oracle import load_reference
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config
@@ -51,8 +49,8 @@ def test_the_demo_draft_fits_into_each_geometry(draft: Path, name: str) -> None:
 
 @torch.inference_mode()
 def test_the_larger_draft_model_says_what_the_small_one_says(draft: Path, tmp_path: Path) -> None:
-    arguments = Namespace(geometry="tiny", device="cpu", draft_geometry="llama-3.2-1b")
-    command = inflate_draft(str(draft), str(tmp_path / "large"), arguments)
+    arguments = Namespace(algorithm=STANDALONE, geometry="tiny", device="cpu")
+    command = inflate_command(str(draft), str(tmp_path / "large"), arguments)
     assert inflate.main([*command[3:], "--dtype", "float32"]) == 0
     large = load_reference(tmp_path / "large")
     assert large.config.hidden_size == DRAFT_GEOMETRIES["tiny"].hidden_size
@@ -60,28 +58,3 @@ def test_the_larger_draft_model_says_what_the_small_one_says(draft: Path, tmp_pa
     small_logits, logits = (each(tokens).logits for each in (load_reference(draft), large))
     torch.testing.assert_close(logits[..., :4096], small_logits, rtol=1e-3, atol=1e-3)
     assert (logits.argmax(-1) < 4096).all()
-
-
-@pytest.mark.long_matrix
-def test_shapes_are_ways_beside_chains_by_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The bundled model on a CPU."""
-    argv = ["--model-path", "demo", "--device", "cpu", "--shapes", "2x3x6", "--rounds", "1"]
-    argv += ["--concurrency", "2", "--prompt-tokens", "16", "--new-tokens", "12"]
-    arguments = parse([*argv, "--out", str(tmp_path / "found.json")])
-    measure(arguments, "demo", "demo-eagle3", Budget(300.0, 0.0))
-    result = json.loads((tmp_path / "found.json").read_text())
-    [row] = result["rows"]
-    assert row["ratios"].keys() == {"drafted / plain", "2x3x6 / plain"}
-    assert 1 <= result["accept_length"]["2x3x6"] <= 4
-    print_ratios(result["rows"])
-    assert "2x3x6 / plain" in capsys.readouterr().out
-
-
-def test_a_shape_is_three_numbers() -> None:
-    assert Shape.parse("4x5x8") == Shape(topk=4, num_steps=5, num_tokens=8)
-    assert str(Shape.parse("1x3x4")) == "1x3x4"
-    for text in ("4x5", "4x5x8x1", "x", "axbxc"):
-        with pytest.raises(ValueError, match=r"values to unpack|invalid literal"):
-            Shape.parse(text)

@@ -164,7 +164,7 @@ def test_a_slot_that_is_lost_is_found_as_soon_as_the_scheduler_is_idle() -> None
 def row(is_decode: bool) -> LaunchedRow:
     """Of a running request, whose prompt ends or which decodes."""
     [req] = running_harness().scheduler.lifecycle.running
-    return LaunchedRow(req, max_kept=1, emits=True, ends_prompt=not is_decode)
+    return LaunchedRow(req=req, max_kept=1, emits=True, ends_prompt=not is_decode)
 
 
 def switches_after(stats: SchedulerStats, *tiers: int, is_decode: bool = True) -> dict[int, int]:

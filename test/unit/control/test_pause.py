@@ -17,6 +17,7 @@ from sglang.srt.messages.control import (
     FlushCacheReqInput,
     PauseGenerationReq,
 )
+from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")
@@ -540,15 +541,29 @@ def test_a_flush_with_a_timeout_waits_for_idle_or_gives_up() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_pause_is_answered_within_one_turn(mode: str, overlap: bool) -> None:
+def test_a_pause_is_answered_within_one_turn(
+    mode: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step in flight is read, none is launched."""
+    launched, launch = [], FakeWorker.forward_batch_generation
+
+    def noted(worker: FakeWorker, batch: ScheduleBatch) -> GenerationBatchResult:
+        launched.append(batch)
+        return launch(worker, batch)
+
+    monkeypatch.setattr(FakeWorker, "forward_batch_generation", noted)
     harness = make("mtp", overlap, max_running_requests=64, num_pages=8192)
     req_ids = [submit(harness, [i % 50, 1, 2]) for i in range(64)]
     step_to(harness, req_ids[-1], "mid decode")
+    assert launched
+    assert (harness.ongoing is not None) == overlap
+    launched.clear()
     stop = pause(mode)
     harness.inbox.messages.append(stop)
     harness.step()
     assert isinstance(harness.reply_to(stop.call_id), ControlReply)
+    assert not launched
+    assert harness.ongoing is None
 
 
 def test_after_in_place_the_first_turn_decodes_everyone() -> None:

@@ -22,7 +22,7 @@ Answer = tuple[str, str, list[tuple[int, str, str]]]
 def answer(form: str, text: str, places: Iterable[int]) -> Answer:
     """Reasoning, content and calls of an output that is seen up to each of the places."""
     reasoning = REASONING_FORMATS["qwen3"]
-    division = Division(reasoning, calls=CALL_FORMATS[form], names=frozenset({"now"}))
+    division = Division(reasoning=reasoning, calls=CALL_FORMATS[form], names=frozenset({"now"}))
     parts = ChoiceParts(division)
     news = [*(parts.news(text[:place], False) for place in places), parts.news(text, True)]
     calls = [call for each in news for call in each.calls or ()]

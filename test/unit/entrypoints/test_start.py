@@ -93,7 +93,7 @@ def test_a_number_that_cannot_be_is_one_line(
 ) -> None:
     flags = {"model_path": "demo", name: BAD_FLAGS[name]}
     assert run_server(ServerArgs(**flags)) == 1
-    check_one_line(capsys.readouterr().err, f"--{name.replace('_', '-')} must be")
+    check_one_line(capsys.readouterr().err, f"--{name.replace('_', '-')} {BAD_FLAGS[name]} must be")
     with pytest.raises(ValueError, match="must be a whole number"):
         Engine(**flags)
     assert not started

@@ -81,9 +81,9 @@ def test_without_room_for_all_those_that_feed_most_are_gathered() -> None:
     assert [prompt.q_len for prompt in taken] == [900, 400]
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 64])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_items_cover_each_row_once_and_those_of_most_kv_come_first(seed: int, group: int) -> None:
+def test_items_cover_each_row_once_and_those_of_most_kv_come_first(seed: int) -> None:
+    group = (1, 3, 4, 7, 64)[seed % 5]
     taken, starts = choose(prompts_of(*random_step(random.Random(seed))), 1 << 20)
     most = rows_per_item(group)
     numbers = make_items(taken, starts, most)

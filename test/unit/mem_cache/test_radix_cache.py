@@ -165,10 +165,10 @@ class Program:
         self.locks.clear()
 
 
-@pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_random_programs_agree_with_a_flat_dictionary(page_size: int, seed: int) -> None:
-    Program(page_size, seed).run(250)
+def test_random_programs_agree_with_a_flat_dictionary(page_size: int) -> None:
+    for seed in range(25):
+        Program(page_size, seed).run(250)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

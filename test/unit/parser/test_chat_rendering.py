@@ -55,11 +55,11 @@ def both(template: str, messages: Any, is_continued: bool = False, **variables: 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("tools", [None, [TOOL], [TOOL, TOOL]])
 @pytest.mark.parametrize("begins", [False, True])
-def test_chats_of_every_shape(name: str, chat: str, tools: Any, begins: bool) -> None:
-    both(TEMPLATES[name], CHATS[chat], tools=tools, add_generation_prompt=begins)
+def test_chats_of_every_shape(name: str, begins: bool) -> None:
+    for messages in CHATS.values():
+        for tools in (None, [TOOL], [TOOL, TOOL]):
+            both(TEMPLATES[name], messages, tools=tools, add_generation_prompt=begins)
 
 
 @pytest.mark.parametrize("thinks", [False, True, None, "no"])

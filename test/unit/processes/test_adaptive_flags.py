@@ -20,6 +20,7 @@ from speculation_flags_cases import refusal, resolved
 
 FILE = "steps.json"  # of the case's entries
 ON = {"algorithm": "EAGLE", "adaptive": True}
+NO_HEAD = {"draft_model_path": "nowhere"}  # it is not looked at before the other flags
 BY_EMA = {"adaptive_strategy": "ema"}
 NUM_STEPS = "--speculative-num-steps"
 CONSERVATIVE = {2: (range(1, 8), range(8, 32)), 6: (range(1, 8),)}
@@ -147,37 +148,37 @@ EAGLE = {"algorithm": "EAGLE"}
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"adaptive_config": "aggressive"}, f"{CONFIG_FLAG} needs --speculative-algorithm."),
+        ({"adaptive_config": "aggressive"}, f"{CONFIG_FLAG} needs --speculative-algorithm "),
         (
             {"adaptive_strategy": "ema"},
-            "--speculative-adaptive-strategy needs --speculative-algorithm.",
+            "--speculative-adaptive-strategy needs --speculative-algorithm ",
         ),
-        ({**EAGLE, "adaptive_config": FILE}, f"{CONFIG_FLAG} needs --speculative-adaptive."),
+        ({**EAGLE, "adaptive_config": FILE}, f"{CONFIG_FLAG} needs --speculative-adaptive; "),
         (
             {**EAGLE, "adaptive_strategy": "throughput"},
-            "--speculative-adaptive-strategy needs --speculative-adaptive.",
+            "--speculative-adaptive-strategy needs --speculative-adaptive; ",
         ),
         (
             {**ON, "load_aware": "on"},
-            "--speculative-adaptive decides how many tokens are drafted; leave out"
-            " --speculative-load-aware.",
+            "--speculative-adaptive decides how many tokens are drafted, as"
+            " --speculative-load-aware does; leave out one of them.",
         ),
         (
             {**ON, "load_aware": "off"},
-            "--speculative-adaptive decides how many tokens are drafted; leave out"
-            " --speculative-load-aware.",
+            "--speculative-adaptive decides how many tokens are drafted, as"
+            " --speculative-load-aware does; leave out one of them.",
         ),
         (
             {**ON, **BY_EMA, "num_steps": 5},
-            f"{NUM_STEPS} 5: with --speculative-adaptive it must be one of the candidate_steps,"
-            " 1, 3, 7; or leave it out.",
+            f"{NUM_STEPS} 5 drafts 5 tokens, but the candidate_steps of {CONFIG_FLAG} conservative"
+            " are 1, 3, 7; change it or leave it out.",
         ),
         (
             {**ON, **BY_EMA, "num_draft_tokens": 5},
-            "--speculative-num-draft-tokens 5: with --speculative-adaptive it must be one more"
-            " than one of the candidate_steps, 1, 3, 7; or leave it out.",
+            "--speculative-num-draft-tokens 5 drafts 4 tokens, but the candidate_steps of"
+            f" {CONFIG_FLAG} conservative are 1, 3, 7; change it or leave it out.",
         ),
-        ({**ON, "num_steps": 0}, f"{NUM_STEPS} must be 1 to 63."),
+        ({**ON, "num_steps": 0}, f"{NUM_STEPS} 0 must be a whole number from 1 to 63"),
         ({**ON, "adaptive_config": "none.json"}, f"{CONFIG_FLAG} none.json is no file"),
         (ON, "--speculative-algorithm EAGLE needs --speculative-draft-model-path"),
     ],
@@ -186,7 +187,8 @@ def test_flags_that_do_not_go_together_are_named(
     target: Path, flags: dict[str, Any], said: str
 ) -> None:
     write(OWN)
-    assert said in refusal(target, **flags)
+    head = {} if flags is ON or "algorithm" not in flags else NO_HEAD
+    assert said in refusal(target, **flags, **head)
 
 
 @pytest.mark.parametrize("strategy", [None, "throughput"])
@@ -202,7 +204,7 @@ def test_flags_that_do_not_go_together_are_named(
         ({"0": {"candidate_steps": [1]}}, 'slot "0"'),
         (
             {"1": {"candidate_steps": [0]}, "8": {"candidate_steps": [0]}},
-            "no slot has candidate_steps above 0, so nothing drafts.",
+            "drafts nothing: no slot has candidate_steps above 0; give one",
         ),
     ],
 )
@@ -210,7 +212,7 @@ def test_a_mistake_of_the_file_ends_the_start_with_its_name_slot_and_key(
     target: Path, strategy: str | None, entries: Any, said: str
 ) -> None:
     write(entries)
-    text = refusal(target, adaptive_config=FILE, adaptive_strategy=strategy, **ON)
+    text = refusal(target, adaptive_config=FILE, adaptive_strategy=strategy, **ON, **NO_HEAD)
     assert text.startswith(f"{CONFIG_FLAG} {FILE}")
     assert said in text
 
@@ -240,8 +242,8 @@ def test_where_acceptance_is_simulated_steps_are_fixed_and_one_warning_says_so(
     assert config.needs.max_drafts == config.scheduler.num_draft_steps == num_steps
     [warning] = [text for text in caplog.messages if "adaptive" in text]
     assert warning == (
-        "--speculative-adaptive: SGLANG_SIMULATE_ACC_LEN says how many drafts are right, so every"
-        f" step verifies {num_steps} drafts."
+        "--speculative-adaptive has no effect here: SGLANG_SIMULATE_ACC_LEN says how many drafts"
+        " are right, so all are verified."
     )
 
 

@@ -87,26 +87,38 @@ def test_chains_are_no_trees(target: Path, tmp_path: Path, flags: dict[str, int]
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"eagle_topk": 0}, "--speculative-eagle-topk 0 must be at least 1"),
-        ({"eagle_topk": 4, "num_steps": 0}, "--speculative-num-steps 0 must be at least 1"),
+        ({"eagle_topk": 0}, "--speculative-eagle-topk 0 must be a whole number from 1 to 64"),
+        (
+            {"eagle_topk": 4, "num_steps": 0},
+            "--speculative-num-steps 0 must be a whole number from 1 to 63",
+        ),
         (
             {"eagle_topk": 8, "num_steps": 10},
             "lower --speculative-num-steps 10 to 9, or use",
         ),
-        ({"eagle_topk": 65, "num_steps": 1}, "--speculative-eagle-topk 65: .* lower it to 64"),
+        (
+            {"eagle_topk": 65, "num_steps": 1},
+            "--speculative-eagle-topk 65 must be a whole number from 1 to 64",
+        ),
         (
             {"eagle_topk": 4, "num_steps": 1, "num_draft_tokens": 6},
             "tokens 6 must be 2 to 5",
         ),
-        ({"eagle_topk": 4, "num_draft_tokens": 65}, "num-draft-tokens 65 must be 2 to 64"),
-        ({"eagle_topk": 4, "num_draft_tokens": 1}, "num-draft-tokens 1 must be 2 to 64"),
+        (
+            {"eagle_topk": 4, "num_draft_tokens": 65},
+            "num-draft-tokens 65 must be a whole number from 2 to 64",
+        ),
+        (
+            {"eagle_topk": 4, "num_draft_tokens": 1},
+            "num-draft-tokens 1 must be a whole number from 2 to 64",
+        ),
         ({"eagle_topk": 4, "load_aware": "on"}, "--speculative-load-aware on .* leave it out, or"),
     ],
 )
 def test_trees_that_cannot_be_had_are_refused(
     target: Path, flags: dict[str, Any], said: str
 ) -> None:
-    text = refusal(target, algorithm="EAGLE", **flags)
+    text = refusal(target, algorithm="EAGLE", draft_model_path="x", **flags)
     assert all(part in text for part in said.split(" .* ")), text
 
 

@@ -80,8 +80,8 @@ def test_a_corpus_may_have_as_many_tokens_as_the_flag_says(model: Path, tmp_path
     flag = {"ngram_external_corpus_max_tokens": size}
     assert len(corpus_of(model, lines(TEXTS), tmp_path, **flag)) == size + len(TEXTS)
     said = said_of(model, lines(TEXTS), tmp_path, ngram_external_corpus_max_tokens=size - 1)
-    assert said.startswith(f"{MOST} {size - 1}: ")
-    assert f"has more tokens, {size} in its first {len(TEXTS)} texts; raise it" in said
+    assert said.startswith(f"{MOST} {size - 1} is exceeded: ")
+    assert f"has {size} tokens in its first {len(TEXTS)} texts; raise it" in said
 
 
 def test_of_a_file_that_is_too_large_no_more_is_read_than_need_be(
@@ -89,7 +89,7 @@ def test_of_a_file_that_is_too_large_no_more_is_read_than_need_be(
 ) -> None:
     """Its last line is no text, which nobody gets to."""
     said = said_of(model, lines(TEXTS) + "\n3\n", tmp_path, ngram_external_corpus_max_tokens=2)
-    assert said.startswith(f"{MOST} 2: ")
+    assert said.startswith(f"{MOST} 2 is exceeded: ")
 
 
 @pytest.mark.parametrize("budget", [0, 1, 63])
@@ -139,9 +139,9 @@ def test_files_that_cannot_be_read_are_refused(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("ngram_external_sam_budget", -1, "sam-budget -1 must be 0 to 63"),
-        ("ngram_external_sam_budget", 64, "sam-budget 64 must be 0 to 63"),
-        ("ngram_external_corpus_max_tokens", 1, "max-tokens 1 must be 2 to"),
+        ("ngram_external_sam_budget", -1, "sam-budget -1 must be a whole number from 0 to 63"),
+        ("ngram_external_sam_budget", 64, "sam-budget 64 must be a whole number from 0 to 63"),
+        ("ngram_external_corpus_max_tokens", 1, "max-tokens 1 must be a whole number from 2 to"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
@@ -162,7 +162,7 @@ def test_ids_that_the_model_does_not_have_are_refused(model: Path, tmp_path: Pat
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**config, "vocab_size": 60}))
     said = said_of(small, lines(["zzz zzz"]), tmp_path)
-    assert "and the model has 60 tokens; name the model's own tokenizer" in said
+    assert ", and the model has 60 tokens; name the model's own tokenizer" in said
 
 
 def test_no_path_is_no_corpus(model: Path) -> None:

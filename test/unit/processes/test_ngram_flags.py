@@ -110,23 +110,35 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.WARNING)
     options = config_of(target, adaptive=True, adaptive_strategy="ema")
     assert options.rounds.tier_policy == "matched"
-    assert caplog.text.count("--speculative-adaptive is of algorithms with a draft model") == 1
+    assert (
+        caplog.text.count("--speculative-adaptive has no effect here: with NGRAM the number") == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"draft_model_path": "x"}, "leave out --speculative-draft-model-path"),
-        ({"token_map": "x"}, "leave out --speculative-token-map"),
-        ({"eagle_topk": 4}, "--speculative-eagle-topk 4 is of heads"),
-        ({"num_draft_tokens": 1}, "--speculative-num-draft-tokens 1 must be 2 to 64"),
-        ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens 65 must be 2 to 64"),
-        ({"num_steps": 0}, "--speculative-num-steps 0 must be 1 to 63"),
-        ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
-        ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
-        ({"ngram_min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth 0 must be 1 to 63"),
-        ({"ngram_min_bfs_breadth": 1.5}, "min-bfs-breadth 1.5 must be 1 to 63, a whole number"),
-        ({"ngram_max_trie_depth": 1.5}, "max-trie-depth 1.5 must be 1 to 64, a whole number"),
+        ({"eagle_topk": 4}, f"NGRAM drafts trees by {BREADTH}"),
+        (
+            {"num_draft_tokens": 1},
+            "--speculative-num-draft-tokens 1 must be a whole number from 2 to 64",
+        ),
+        (
+            {"num_draft_tokens": 65},
+            "--speculative-num-draft-tokens 65 must be a whole number from 2 to 64",
+        ),
+        ({"num_steps": 0}, "--speculative-num-steps 0 must be a whole number from 1 to 63"),
+        (
+            {"ngram_max_trie_depth": 0},
+            "--speculative-ngram-max-trie-depth 0 must be a whole number from 1 to 64",
+        ),
+        ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be a whole number from 1 to 63"),
+        (
+            {"ngram_min_bfs_breadth": 0},
+            "--speculative-ngram-min-bfs-breadth 0 must be a whole number from 1 to 63",
+        ),
+        ({"ngram_min_bfs_breadth": 1.5}, "min-bfs-breadth 1.5 must be a whole number from 1 to 63"),
+        ({"ngram_max_trie_depth": 1.5}, "max-trie-depth 1.5 must be a whole number from 1 to 64"),
         (
             {"ngram_min_bfs_breadth": 3, "ngram_max_bfs_breadth": 2},
             f"-min-bfs-breadth 3 is more than {BREADTH} 2; lower it, or raise the other",
@@ -134,14 +146,8 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"ngram_min_bfs_breadth": 2}, f"-min-bfs-breadth 2 is more than {BREADTH} 1"),
         ({"ngram_external_sam_budget": 3}, f"sam-budget needs {CORPUS}"),
         ({"ngram_external_corpus_max_tokens": 9}, f"corpus-max-tokens needs {CORPUS}"),
-        ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),
+        ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be a whole number from 2 to"),
         ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
-        ({"algorithm": "EAGLE", "ngram_capacity": 9}, "needs --speculative-algorithm NGRAM"),
-        ({"algorithm": None, "ngram_capacity": 9}, "ngram-capacity needs --speculative-algorithm"),
-        ({"algorithm": None, "ngram_min_bfs_breadth": 2}, "min-bfs-breadth needs --speculative-al"),
-        ({"algorithm": "EAGLE", "ngram_match_type": "PROB"}, "match-type needs --speculative-al"),
-        ({"algorithm": None, "ngram_external_corpus_path": "x"}, "corpus-path needs --speculat"),
-        ({"algorithm": None, "ngram_external_sam_budget": 3}, "sam-budget needs --speculative-al"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:

@@ -406,11 +406,15 @@ ALGORITHM_OF = {  # what a flag of speculation needs beside itself
 LARGE = {"row_width": 1 << 20, "max_running_requests": 1 << 16, "num_threads": 64}
 
 
-@pytest.mark.parametrize("value", [0, -1, 10**9, 10**30])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_works_or_is_refused_in_one_line_that_names_the_flag(
-    model: ModelConfig, name: str, value: int
+    model: ModelConfig, name: str
 ) -> None:
+    for value in (0, -1, 10**9, 10**30):
+        check_number(model, name, value)
+
+
+def check_number(model: ModelConfig, name: str, value: int) -> None:
     flags: dict[str, Any] = {name: value, **ALGORITHM_OF.get(name, {})}
     try:
         config = resolved(model, **flags)
@@ -431,7 +435,7 @@ def test_every_number_works_or_is_refused_in_one_line_that_names_the_flag(
 )
 def test_times_below_their_least_are_refused(model: ModelConfig, name: str, least: float) -> None:
     resolved(model, **{name: least})
-    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be .* from"):
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} .* must be .* from"):
         resolved(model, **{name: least - 0.001})
 
 
@@ -626,5 +630,5 @@ def test_an_unknown_name_is_refused_with_kind_and_known_names() -> None:
 def test_a_rank_that_a_launcher_sets_later_is_refused(model: ModelConfig) -> None:
     args = ServerArgs(model_path=str(model.path))
     args.tp_size = 2
-    with pytest.raises(ConfigError, match="--tp-size must be a whole number from 1 to 1"):
+    with pytest.raises(ConfigError, match="--tp-size 2 must be a whole number from 1 to 1"):
         resolve(args, PLATFORM, model, Environ())

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.environ import Environ
+from sglang.srt.flag_values import as_flag, flags_of, value_type
 from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.model_config import load_model_config
+from sglang.srt.processes.config_error import Refusal
+from sglang.srt.processes.round_flags import Asked
+from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculation_args import SpeculationArgs
 from sglang.srt.speculative.drafter_configs import EagleConfig
 from sglang.srt.speculative.drafter_options import AcceptThresholds
 from speculation_flags_cases import refusal, resolved
@@ -20,6 +27,7 @@ from speculation_flags_cases import refusal, resolved
 WRITERS = {"EAGLE": write_eagle, "EAGLE3": write_eagle3}
 CAPTURES = {"EAGLE": HiddenCapture(all_rows=True), "EAGLE3": HiddenCapture((2, 4, 5))}
 BOTH = pytest.mark.parametrize("algorithm", WRITERS)
+HINTS = get_type_hints(SpeculationArgs)
 PATH = "--speculative-draft-model-path"
 
 
@@ -67,7 +75,10 @@ def test_a_chain_has_a_token_more_than_steps(
     caplog.set_level(logging.WARNING)
     config = resolved(target, **{"algorithm": "EAGLE", "draft_model_path": str(head), **flags})
     assert config.needs.max_drafts == num_steps
-    assert ("--speculative-num-draft-tokens 8: a chain of 5 steps has 6" in caplog.text) == warns
+    assert (
+        "--speculative-num-draft-tokens 8 has no effect beside --speculative-num-steps 5: a chain"
+        in caplog.text
+    ) == warns
 
 
 @pytest.mark.parametrize(
@@ -113,23 +124,78 @@ def test_a_head_may_rest_where_the_load_decides(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"load_aware": "off"}, "--speculative-load-aware needs --speculative-algorithm"),
         ({"algorithm": "STANDALONE"}, f"--speculative-algorithm STANDALONE needs {PATH}"),
         ({"algorithm": "EAGEL"}, "EAGEL is unknown; there are EAGLE, EAGLE3, STANDALONE and NGRAM"),
         ({"algorithm": "EAGLE"}, f"--speculative-algorithm EAGLE needs {PATH}"),
-        ({"num_steps": 3}, "--speculative-num-steps needs --speculative-algorithm"),
-        ({"draft_model_path": "x"}, f"{PATH} needs --speculative-algorithm"),
-        ({"algorithm": "EAGLE", "num_steps": 0}, "--speculative-num-steps must be 1 to 63"),
-        ({"algorithm": "EAGLE", "num_draft_tokens": 1}, "num-draft-tokens must be 2 to 64"),
-        ({"accept_threshold_single": 0.5}, "--speculative-accept-threshold-single needs --spec"),
-        ({"accept_threshold_acc": 0.0}, "--speculative-accept-threshold-acc needs --speculative-a"),
+        (
+            {"algorithm": "EAGLE", "num_steps": 0},
+            "--speculative-num-steps 0 must be a whole number from 1 to 63",
+        ),
+        (
+            {"algorithm": "EAGLE", "num_draft_tokens": 1},
+            "num-draft-tokens 1 must be a whole number from 2 to 64",
+        ),
         ({"accept_threshold_single": -0.1}, "--speculative-accept-threshold-single -0.1 must be"),
-        ({"accept_threshold_acc": 1.1}, "--speculative-accept-threshold-acc 1.1 must be between 0"),
+        (
+            {"accept_threshold_acc": 1.1},
+            "--speculative-accept-threshold-acc 1.1 must be a number from 0",
+        ),
         ({"algorithm": "EAGLE", "draft_model_path": "no/such"}, f"{PATH} 'no/such' is not a dir"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
     assert said in refusal(target, **flags)
+
+
+HEADS, NGRAM = {"EAGLE", "EAGLE3"}, {"NGRAM"}
+TAKERS = {  # of flags that not every algorithm takes
+    "speculative_draft_model_path": HEADS | {"STANDALONE"},
+    "speculative_draft_model_revision": HEADS | {"STANDALONE"},
+    "speculative_eagle_topk": HEADS,
+    "speculative_token_map": HEADS,
+}
+ALL = HEADS | NGRAM | {"STANDALONE"}
+SWITCHES = ("speculative_adaptive", "tile_spec")
+
+
+def asked_for(target: Path, **flags: Any) -> Asked:
+    args, model = ServerArgs(model_path=str(target), **flags), load_model_config(str(target))
+    return Asked(args=args, model=model, suppressed_token_ids=(), environ=Environ())
+
+
+def value_that_asks(name: str) -> Any:
+    """A value of a flag that is not its default."""
+    entry, kind = flags_of(SpeculationArgs)[name], value_type(HINTS[name])
+    others = [each for each in entry.metadata["choices"] or () if each != entry.default]
+    return others[0] if others else {str: "x", int: 2}.get(kind, 0.5)
+
+
+@pytest.mark.parametrize("algorithm", [None, *sorted(ALL)])
+def test_flags_that_an_algorithm_does_not_take_are_refused_with_those_that_do(
+    target: Path, algorithm: str | None
+) -> None:
+    for name in flags_of(SpeculationArgs).keys() - {"speculative_algorithm", *SWITCHES}:
+        takers = NGRAM if "_ngram_" in name else TAKERS.get(name, ALL)
+        if algorithm in takers:
+            continue
+        flags = {"speculative_algorithm": algorithm, name: value_that_asks(name)}
+        with pytest.raises(Refusal) as error:
+            drafter_from_flags(asked_for(target, **flags))
+        known, needed = error.value.problem.split(" --speculative-algorithm ")
+        assert (error.value.flag, known) == (as_flag(name), "needs")
+        assert set(needed.split(" or ")) == takers
+        assert "leave it out" in error.value.remedy
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_that_change_nothing_are_warned_of(
+    target: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert drafter_from_flags(asked_for(target, **{name: True})) is None
+    assert caplog.messages == [
+        f"{as_flag(name)} has no effect here: nothing is drafted without --speculative-algorithm."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ def test_draft_models_that_cannot_be_used_are_refused_before_weights_are_loaded(
     head = changed(draft, tmp_path / "head", architectures=["LlamaForCausalLMEagle"])
     assert "is a head, no model; use --speculative-algorithm EAGLE or EAGLE3" in said(head)
     assert "draft_vocab_size says that this is a head" in said(write_eagle3(tmp_path / "eagle3"))
-    assert "--speculative-token-map is for heads" in said(draft, token_map="map.json")
+    assert "--speculative-token-map needs --speculative-algorithm EAGLE or EAGLE3; " in said(
+        draft, token_map="map.json"
+    )
     broken = changed(draft, tmp_path / "broken")
     (broken / "config.json").write_text("[")
     assert "config.json" in said(broken)

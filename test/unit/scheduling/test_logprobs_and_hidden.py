@@ -27,9 +27,9 @@ def test_a_row_that_is_fed_again_gives_its_state_once(
 ) -> None:
     """Of a prompt of five tokens the states of the last `num_hidden` are wanted."""
     request: Any = None  # not looked at
-    row = LaunchedRow(request, max_kept=5, emits=True, ends_prompt=True, num_hidden=num_hidden)
+    row = LaunchedRow(req=request, max_kept=5, emits=True, ends_prompt=True, num_hidden=num_hidden)
     result = HostResult([[7], [8]], [int(num_kept == 5), 1], [num_kept, 1], hidden_states=STATES)
     reader = LogprobsAndHiddenReader(result)
     assert reader.take_hidden_states(row, num_kept) == expected
-    behind = LaunchedRow(request, 1, emits=False, ends_prompt=False, num_hidden=1)
+    behind = LaunchedRow(req=request, max_kept=1, emits=False, ends_prompt=False, num_hidden=1)
     assert reader.take_hidden_states(behind, 1) == [STATES[num_hidden]]

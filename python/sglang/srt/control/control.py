@@ -56,6 +56,7 @@ class Control:
 
     def __init__(
         self,
+        *,
         lifecycle: RequestLifecycle,
         processor: BatchResultProcessor,
         checker: InvariantChecker,
@@ -166,5 +167,10 @@ class Control:
     def internal_state(self) -> dict[str, Any]:
         """`internal_states[0]` of `/server_info`."""
         return read_internal_state(
-            self._lifecycle, self._checker, self._ratio, self._stats, self.state, self._pause
+            lifecycle=self._lifecycle,
+            checker=self._checker,
+            ratio=self._ratio,
+            stats=self._stats,
+            state=self.state,
+            pause=self._pause,
         )

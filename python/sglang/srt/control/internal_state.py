@@ -178,6 +178,7 @@ class SchedulerStats:
 
 
 def read_internal_state(
+    *,
     lifecycle: RequestLifecycle,
     checker: InvariantChecker,
     ratio: NewTokenRatio,

@@ -150,7 +150,9 @@ def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
             (),
             {"name": name, "shape": shape, "dtype": Name(dtype), "start_idx": a, "end_idx": b},
         ) if dtype in DTYPE_BYTES:
-            return part_of_bucket(flat, _text(name), dtype, _numbers(shape), _number(a), _number(b))
+            return part_of_bucket(
+                flat, _text(name), dtype, _numbers(shape), start=_number(a), end=_number(b)
+            )
     raise TensorsRefused("it has metadata of another kind")
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -54,6 +54,7 @@ class CallRoute(Generic[S]):
     body: type[S]
     message: Callable[[S], ControlCall]
     description: str
+    _: KW_ONLY
     reports_success: bool = True
     alias: tuple[str, str] | None = None
     answer: str | None = None

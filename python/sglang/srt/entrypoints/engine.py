@@ -107,7 +107,8 @@ class Engine:
             ValueError: naming the field that is wrong.
             RuntimeError: if the Engine is shut down or a process of it has died.
         """
-        outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid, fields)
+        fields = {"stream": stream, "rid": rid, **fields}
+        outputs = self._outputs(prompt, sampling_params, input_ids, fields)
         if stream:
             return self._iterate(outputs)
         return self._runtime.wait_for(only_answer(outputs))
@@ -122,7 +123,8 @@ class Engine:
         **fields: Any,
     ) -> Any:
         """`generate` for a running event loop; with `stream`, awaiting gives an async iterator."""
-        outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid, fields)
+        fields = {"stream": stream, "rid": rid, **fields}
+        outputs = self._outputs(prompt, sampling_params, input_ids, fields)
         if stream:
             return self._iterate_async(outputs)
         return await self._runtime.wait_for_async(only_answer(outputs))
@@ -362,16 +364,12 @@ class Engine:
         prompt: str | list[str] | None,
         sampling_params: SamplingInput,
         input_ids: list[int] | list[list[int]] | None,
-        stream: bool,
-        rid: str | list[str] | None,
         fields: dict[str, Any],
     ) -> AsyncGenerator[Answer, None]:
         body = {
             "text": prompt,
             "input_ids": input_ids,
             "sampling_params": sampling_fields(sampling_params),
-            "rid": rid,
-            "stream": stream,
             **fields,
         }
         return self._runtime.manager.generate_request(body)

@@ -19,6 +19,7 @@ def make_manager(
     tokenizer: Tokenizer,
     info: SchedulerInfo,
     watch: ProcessWatch,
+    *,
     model: ModelConfig | None = None,
 ) -> TokenizerManager:
     """Makes the tokenizer manager on the front end's sockets.
@@ -33,5 +34,10 @@ def make_manager(
     grammars = grammar_setup(server_args, info.vocab_size, info.eos_token_ids)
     request_log = open_request_log(server_args)
     return channels.make_manager(
-        tokenizer, limits, request_log, grammars, watch, server_args.weight_version
+        tokenizer,
+        limits,
+        request_log=request_log,
+        grammars=grammars,
+        watch=watch,
+        weight_version=server_args.weight_version,
     )

@@ -300,6 +300,7 @@ class FrontendChannels:
         self,
         tokenizer: Tokenizer,
         limits: RequestLimits,
+        *,
         request_log: RequestLog | None = None,
         grammars: GrammarSetup | None = None,
         watch: ProcessWatch | None = None,
@@ -310,7 +311,13 @@ class FrontendChannels:
         self._grammars = None if grammars is None else GrammarCheck(grammars)
         self._request_log = request_log
         manager = TokenizerManager(
-            tokenizer, limits, send, receive, request_log, self._grammars, watch
+            tokenizer,
+            limits,
+            send,
+            receive,
+            request_log=request_log,
+            grammars=self._grammars,
+            watch=watch,
         )
         manager.control.status = EngineStatus(weight_version=weight_version)
         return manager

@@ -228,7 +228,7 @@ def launch_subprocesses(
         unless_started.callback(channels.close)
         info = tree.start()
         manager = make_manager(
-            channels, server_args, tokenizer, info, tree.watch, state.model_config
+            channels, server_args, tokenizer, info, tree.watch, model=state.model_config
         )
         unless_started.pop_all()
     state.become_ready(manager, info)

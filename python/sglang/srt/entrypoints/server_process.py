@@ -207,7 +207,9 @@ class _Server:
         try:
             info = await self._start(tree)
             model = self._state.model_config
-            manager = make_manager(channels, self._args, self._tokenizer, info, tree.watch, model)
+            manager = make_manager(
+                channels, self._args, self._tokenizer, info, tree.watch, model=model
+            )
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if self._stop.is_set():

@@ -122,6 +122,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         worker: Worker,
+        *,
         ledger: KVLedger,
         resources: ModelResources,
         inbox: Inbox,
@@ -159,12 +160,12 @@ class Scheduler:
             self.lifecycle, self.processor, self.stats, config.decode_log_interval, clock
         )
         self.control = Control(
-            self.lifecycle,
-            self.processor,
-            self.checker,
-            self.ratio,
-            self.stats,
-            resources,
+            lifecycle=self.lifecycle,
+            processor=self.processor,
+            checker=self.checker,
+            ratio=self.ratio,
+            stats=self.stats,
+            resources=resources,
             reply=to_frontend,
             ping=to_detokenizer,
             clock=clock,

@@ -80,13 +80,14 @@ class GraphMemory:
         have_trees = any(key.has_tree for key in keys)
         tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
         requests = torch.zeros((3, most_reqs), dtype=torch.int64, device=device)
+        hidden = torch.zeros(num_hidden, dtype=hidden_dtype, device=device)
         self.static = StaticInputs(
             tokens,
             requests,
             requests.new_zeros(most_reqs + 1),
-            tokens.new_zeros(most_tokens) if have_trees else None,
-            requests.new_zeros(most_reqs) if have_trees else None,
-            torch.zeros(num_hidden, dtype=hidden_dtype, device=device) if num_hidden else None,
+            ancestors=tokens.new_zeros(most_tokens) if have_trees else None,
+            tree_starts=requests.new_zeros(most_reqs) if have_trees else None,
+            hidden=hidden if num_hidden else None,
         )
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -223,9 +224,9 @@ class CudaGraphRunner(Generic[Results]):
             len(batch.q_lens),
             max(batch.q_lens),
             batch.input_ids.shape[0],
-            batch.ancestors is not None,
-            batch.q_starts is not None,
-            0 if batch.hidden is None else batch.hidden.shape[1],
+            has_tree=batch.ancestors is not None,
+            is_packed=batch.q_starts is not None,
+            hidden_width=0 if batch.hidden is None else batch.hidden.shape[1],
         )
         if key is None:
             return None

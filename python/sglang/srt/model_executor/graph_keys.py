@@ -73,6 +73,7 @@ class GraphKeys:
         max_requests: int,
         max_width: int,
         max_mixed_rows: int = 0,
+        *,
         computes_all_rows: bool = False,
         with_trees: bool = False,
         hidden_width: int = 0,

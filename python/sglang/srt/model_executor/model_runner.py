@@ -171,11 +171,11 @@ class ModelRunner:
             config.max_running_requests,
             config.max_graph_width,
             config.max_graph_rows,
-            config.capture.all_rows,
-            config.captures_trees and capabilities.captures_trees,
-            model.hidden_width,
-            self.reads_one_row,
-            model.draft_hidden_width if steps_alone else 0,
+            computes_all_rows=config.capture.all_rows,
+            with_trees=config.captures_trees and capabilities.captures_trees,
+            hidden_width=model.hidden_width,
+            reads_one_row=self.reads_one_row,
+            draft_hidden_width=model.draft_hidden_width if steps_alone else 0,
         )
         keys.prefer_cheaper(self._graphs_ms)
         return keys
@@ -240,7 +240,7 @@ class ModelRunner:
         config, width = self._config, self.model.hidden_width
         hidden = self.kv_pool.kv[0].new_zeros((sum(q_lens), width)) if width else None
         row = self.req_to_token_pool.padding_row
-        batch = dummy_step(q_lens, row, self.device, is_packed, has_masks, hidden)
+        batch = dummy_step(q_lens, row, self.device, is_packed, has_masks, hidden=hidden)
         self._layers.plan(batch)
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows

@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import get_args, get_type_hints
 
-from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.flag_values import as_flag
+from sglang.srt.model_executor.draft_shapes import MAX_ROWS
+from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
 
 UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
 AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows
 LARGEST = 1 << 40  # of a number that nothing else bounds
 LARGEST_INT64 = (1 << 63) - 1
 MAX_LABEL_CHARS = 128  # of a label of weights
+MAX_NGRAM_TOKENS = 1 << 28  # that are searched
 
 ANY = (-LARGEST, LARGEST)  # of a flag that is checked where it is read, by what goes with it
 
 # The least and the most that a number may be. Whole ones that are not here may be 0 to LARGEST;
-# those of speculation, and what need not be whole, ANY.
+# what need not be whole, ANY.
 BOUNDS = {
     "context_length": ANY,
     "port": (0, 65_535),
@@ -41,6 +45,17 @@ BOUNDS = {
     "max_batch_size_per_request": (1, LARGEST),
     "max_tokenize_tokens": (1, LARGEST),
     "max_n": (1, LARGEST),
+    "speculative_num_steps": (1, MAX_NUM_STEPS),
+    "speculative_eagle_topk": (1, MAX_ROWS),
+    "speculative_num_draft_tokens": (2, 1 + MAX_NUM_STEPS),
+    "speculative_accept_threshold_single": (0, 1),
+    "speculative_accept_threshold_acc": (0, 1),
+    "speculative_ngram_max_trie_depth": (1, 64),
+    "speculative_ngram_max_bfs_breadth": (1, MAX_NUM_STEPS),
+    "speculative_ngram_min_bfs_breadth": (1, MAX_NUM_STEPS),
+    "speculative_ngram_capacity": (2, MAX_NGRAM_TOKENS),
+    "speculative_ngram_external_corpus_max_tokens": (2, MAX_NGRAM_TOKENS),
+    "speculative_ngram_external_sam_budget": (0, MAX_NUM_STEPS),
     **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size", "nnodes"), (1, 1)),
     "node_rank": (0, 0),
 }
@@ -57,15 +72,13 @@ def check_numbers(args: ServerArgs) -> None:
         if not {int, float} & types or str in types or values[name] is None:
             continue
         value = values[name]
-        is_open = float in types or name.startswith("speculative_")
+        is_open = float in types
         least, most = BOUNDS.get(name, ANY if is_open else (0, LARGEST))
         is_right = isinstance(value, int | float) if is_open else type(value) is int
         if is_right and least <= value <= most:
             continue
-        raise ConfigError(
-            f"--{name.replace('_', '-')} must be a {'' if is_open else 'whole '}number from"
-            f" {least} to {most}."
-        )
+        kind = "a number" if is_open else "a whole number"
+        raise Refusal(as_flag(name, value), f"must be {kind} from {least} to {most}", "change it")
     _check_chunks(args)
     if not (args.weight_version.isprintable() and 1 <= len(args.weight_version) <= MAX_LABEL_CHARS):
         raise ConfigError(

@@ -16,6 +16,7 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import DTYPE_ALIASES, ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
+from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.registry import (
     ATTENTION_LIMITS,
@@ -181,9 +182,14 @@ def drafter_of(
     """
     mask = _mask_token(args, model)
     suppressed = () if mask is None else (mask,)
-    simulates = environ.simulated_accept_len is not None
-    switches = simulates, environ.tile_spec_drafts, reads_corpus
-    return mask, drafter_from_flags(args, model, suppressed, *switches)
+    asked = Asked(
+        args=args,
+        model=model,
+        suppressed_token_ids=suppressed,
+        environ=environ,
+        reads_corpus=reads_corpus,
+    )
+    return mask, drafter_from_flags(asked)
 
 
 def _mask_token(args: ServerArgs, model: ModelConfig) -> int | None:

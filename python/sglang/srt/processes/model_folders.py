@@ -10,6 +10,7 @@ from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.flag_values import as_flag
 from sglang.srt.hub_models import MAIN, NAME, REVISION, HubModel, file_names
 from sglang.srt.model_config import ModelPathError, resolve_model_path
 from sglang.srt.model_files import CONFIG, PICKLED, TOKENIZERS, weight_names
@@ -58,7 +59,7 @@ class ModelFolders:
             ),
         ):
             if path is not None:
-                found = _local_or_hub(path, _flag(field), revision, args.download_dir)
+                found = _local_or_hub(path, as_flag(field), revision, args.download_dir)
                 if isinstance(found, HubModel):
                     hub[field] = found
                     found = found.folder(needed)
@@ -82,16 +83,12 @@ class ModelFolders:
                 self.hub[field].fetch_weights(Path(path), pickled_too=field == DRAFT)
         if draft is None or not _is_pickled(Path(draft)):
             return self.args
-        logger.info("%s %s is converted to safetensors, if it is not yet.", _flag(DRAFT), draft)
+        logger.info("%s %s is converted to safetensors, if it is not yet.", as_flag(DRAFT), draft)
         try:
             folder = converted(Path(draft))
         except ModelPathError as error:
-            raise ModelPathError(f"{_flag(DRAFT)}: {error}") from None
+            raise ModelPathError(f"{as_flag(DRAFT)}: {error}") from None
         return replace(self.args, speculative_draft_model_path=str(folder))
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 def _check_revisions(args: ServerArgs) -> None:

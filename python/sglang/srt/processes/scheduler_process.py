@@ -101,23 +101,23 @@ def build(
         runners,
         config.drafter,
         prices,
-        None if trace is None else trace.launched,
-        environ.kv_canary,
-        environ.simulated_accept_len,
+        on_step=None if trace is None else trace.launched,
+        checks_kv=environ.kv_canary,
+        simulated_accept_len=environ.simulated_accept_len,
     )
     config = with_chunks_that_fit(config, runners.max_prompt_rows)
     profiler = StepProfiler(environ.torch_profiler_dir, config.execution.device != "cpu")
     scheduler = Scheduler(
         config.scheduler,
         worker,
-        make_ledger(config, runners.memory.num_pages),
-        make_resources(runners, profiler),
-        inbox,
-        Sender[Any](addresses.detokenizer).send,
-        Sender[Any](addresses.frontend).send,
-        _stop_finders(tokenizer),
-        _debug(environ, trace),
-        make_prompt_budget(config, prices),
+        ledger=make_ledger(config, runners.memory.num_pages),
+        resources=make_resources(runners, profiler),
+        inbox=inbox,
+        to_detokenizer=Sender[Any](addresses.detokenizer).send,
+        to_frontend=Sender[Any](addresses.frontend).send,
+        make_stop_finder=_stop_finders(tokenizer),
+        debug=_debug(environ, trace),
+        budget=make_prompt_budget(config, prices),
         grammars=_grammars(args, config),
     )
     return scheduler, _info(config, runners, [each.model for each in draft_models])

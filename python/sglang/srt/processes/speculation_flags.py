@@ -1,249 +1,233 @@
-"""The flags `--speculative-...`: which drafter a server has, and how many tokens it drafts."""
+"""The flags `--speculative-...` and `--tile-spec...`: what drafts, and which of them it takes.
+
+`ALGORITHMS` has an entry for each name of `--speculative-algorithm`. Defaults of flags are in
+`speculation_args.py`, bounds of numbers in `flag_bounds.py`.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.draft_shapes import TreeShape
-from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.draft_algorithms import Asked, find_algorithm
-from sglang.srt.processes.draft_tree_flags import tree_from_flags
-from sglang.srt.processes.ngram_flags import is_ngram, ngram_from_flags, refuse_ngram_options
+from sglang.srt.draft_model_config import load_draft_config
+from sglang.srt.flag_values import as_flag
+from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
+from sglang.srt.processes.config_error import ConfigError, Refusal
+from sglang.srt.processes.ngram_corpus import corpus_from_flags
+from sglang.srt.processes.round_flags import (
+    ADAPTIVE,
+    CONFIG,
+    LOAD_AWARE,
+    TILE_SPEC,
+    TOKENS,
+    TOPK,
+    Asked,
+    fixed_rounds,
+    model_rounds,
+    num_drafts,
+    strategy_of,
+)
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.adaptive_config import (
-    CONFIG_FLAG,
-    DEFAULT_PRESET,
-    read_adaptive_config,
+from sglang.srt.speculation_args import SpeculationArgs
+from sglang.srt.speculative.drafter_configs import (
+    EagleConfig,
+    NgramConfig,
+    NgramLimits,
+    StandaloneConfig,
 )
 from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
-from sglang.srt.speculative.round_options import RoundOptions, TierOptions
-from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
-from sglang.srt.step.step_sizes import MAX_REQUESTS
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NUM_STEPS = 3
-# Flags that mean something only with `--speculative-algorithm`.
-OPTIONS = (
-    "speculative_draft_model_path",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "speculative_token_map",
-    "speculative_load_aware",
-    "speculative_adaptive_config",
-    "speculative_adaptive_strategy",
-)
-ADAPTIVE = "speculative_adaptive"
-AUTO, EMA, THROUGHPUT = "auto", "ema", "throughput"
-THROUGHPUT_STEPS = 7  # drafts at most, where no configuration says which
-TILE_SPEC, TILE_SPEC_CACHE = "tile_spec", "tile_spec_cache_dir"
-DEFAULT_TILE_SPEC_CACHE = "tile_spec/cache"
-THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+ALGORITHM, DRAFT_PATH = "speculative_algorithm", "speculative_draft_model_path"
+MAX_BREADTH = "speculative_ngram_max_bfs_breadth"
+CORPUS = "speculative_ngram_external_corpus_path"
+NGRAM_NUM_DRAFTS = 11  # SGLang's
+SHORTEST_MATCH = 1
+
+SWITCHES = (ADAPTIVE, TILE_SPEC)
+# The values of each flag that ask for nothing.
+NOTHING = {entry.name: (entry.default,) for entry in fields(SpeculationArgs)} | {TOPK: (None, 1)}
+# Flags that mean nothing without another one.
+NEEDS = {
+    "speculative_draft_model_revision": DRAFT_PATH,
+    CONFIG: ADAPTIVE,
+    "speculative_adaptive_strategy": ADAPTIVE,
+    "tile_spec_cache_dir": TILE_SPEC,
+    "speculative_ngram_external_corpus_max_tokens": CORPUS,
+    "speculative_ngram_external_sam_budget": CORPUS,
+}
+OF_MODELS = frozenset({DRAFT_PATH, "speculative_draft_model_revision", ADAPTIVE})
+OF_HEADS = OF_MODELS | {TOPK, "speculative_token_map"}
+OF_NGRAM = frozenset(name for name in NOTHING if name.startswith("speculative_ngram_"))
+OF_ALL = frozenset(NOTHING) - OF_HEADS - OF_NGRAM
 
 
-def drafter_from_flags(
-    args: ServerArgs,
-    model: ModelConfig,
-    suppressed_token_ids: tuple[int, ...],
-    simulates_acceptance: bool = False,
-    tile_spec_drafts: float | None = None,
-    reads_corpus: bool = True,
-) -> DrafterConfig | None:
-    """The drafter that `--speculative-algorithm` names; None without it.
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Describes what a name of `--speculative-algorithm` stands for.
 
-    Args:
-        model: the target.
-        suppressed_token_ids: ids that it never emits.
-        simulates_acceptance: a benchmark says how many drafts are accepted, so all are verified.
-        tile_spec_drafts: a benchmark says how many `--tile-spec` verifies (`RoundOptions`).
-        reads_corpus: see `ngram_from_flags`.
+    Attributes:
+        drafter: a name in `DRAFTERS` (registry.py).
+        flags: those that it takes; others are refused if they are given.
+        options: makes the drafter's options, or raises ValueError; the text names the flag.
+        draft_model: says what `--speculative-draft-model-path` must name; None: it takes none.
+        instead: for flags that it does not take, what to do, or what happens.
+    """
+
+    drafter: str
+    flags: frozenset[str]
+    options: Callable[[Asked], Any]
+    draft_model: str | None = None
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+
+def drafter_from_flags(asked: Asked) -> DrafterConfig | None:
+    """Makes the drafter that `--speculative-algorithm` names; None without it.
 
     Raises:
-        ConfigError: for flags or a draft model that cannot be had; the text names the flag.
+        ConfigError: for flags or a draft model that cannot be had; the text names the flag and the
+            remedy.
     """
-    values = vars(args)
-    for name in THRESHOLDS:
-        if not 0 <= values[name] <= 1:
-            raise ConfigError(f"{_flag(name)} {values[name]:g} must be between 0 and 1.")
-    refuse_ngram_options(args)
-    if args.speculative_algorithm is None:
-        _refuse_all(args)
-        return None
-    thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
-    if is_ngram(args):
-        cache = _tile_spec_cache(args, simulates_acceptance)
-        switches = simulates_acceptance, cache, tile_spec_drafts, reads_corpus
-        return ngram_from_flags(args, model, suppressed_token_ids, thresholds, *switches)
     try:
-        algorithm = find_algorithm(args.speculative_algorithm)
-        tree = tree_from_flags(args)
-        tiers = _tiers(args, simulates_acceptance, tree)
-        rounds = RoundOptions(
-            tiers.options.max_drafts,
-            tiers.policy,
-            tiers.options.initial,
-            tiers.options.adaptive,
-            _tile_spec_cache(args, simulates_acceptance),
-            algorithm.num_free,
-            tile_spec_drafts,
-            tree,
-        )
-        options = algorithm.options(Asked(args, model, suppressed_token_ids, rounds))
+        algorithm = _algorithm(asked.args)
+        _check_given(asked.args, algorithm)
+        args = _without_idle_switches(asked, algorithm)
+        if algorithm is None:
+            return None
+        options = algorithm.options(replace(asked, args=args))
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return DrafterConfig(algorithm.drafter, options, thresholds)
-
-
-def _refuse_all(args: ServerArgs) -> None:
-    """Refuses flags that mean nothing without an algorithm, and warns of switches that would change
-    the speed alone.
-
-    Raises:
-        ConfigError: if one is given.
-    """
-    values = vars(args)
-    for name in (ADAPTIVE, TILE_SPEC):
-        if values[name]:
-            logger.warning(
-                "%s has no effect here: nothing is drafted without --speculative-algorithm.",
-                _flag(name),
-            )
-    given = [name for name in OPTIONS if values[name] is not None]
-    given += [name for name in THRESHOLDS if values[name] != 1]
-    given += [TILE_SPEC_CACHE] * (args.tile_spec_cache_dir is not None)
-    if given:
-        raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
-
-
-class Tiers(NamedTuple):
-    """A name in `TIER_POLICIES`, and what it chooses from."""
-
-    policy: str
-    options: TierOptions
-
-
-def _tiers(args: ServerArgs, simulates_acceptance: bool, tree: TreeShape | None) -> Tiers:
-    """Returns the numbers of drafts that requests may get; of a tree, the drafts along one path."""
-    if tree is not None:
-        return Tiers("fixed", TierOptions(tree.depth, tree.depth))
-    num_steps = _num_steps(args)
-    is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
-    if not args.speculative_adaptive:
-        for name in ("speculative_adaptive_config", "speculative_adaptive_strategy"):
-            if vars(args)[name] is not None:
-                raise ConfigError(f"{_flag(name)} needs {_flag(ADAPTIVE)}.")
-        policy = "fixed" if is_fixed else "load_aware"
-        return Tiers(policy, TierOptions(num_steps, num_steps))
-    if args.speculative_load_aware is not None:
-        raise ConfigError(
-            f"{_flag(ADAPTIVE)} decides how many tokens are drafted; leave out"
-            " --speculative-load-aware."
-        )
-    if simulates_acceptance:
-        logger.warning(
-            "%s: SGLANG_SIMULATE_ACC_LEN says how many drafts are right, so every step verifies"
-            " %d drafts.",
-            _flag(ADAPTIVE),
-            num_steps,
-        )
-        return Tiers("fixed", TierOptions(num_steps, num_steps))
-    return _adaptive_tiers(args, num_steps)
-
-
-def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
-    """Returns the tiers that `--speculative-adaptive` and its flags ask for.
-
-    Args:
-        num_steps: of `--speculative-num-steps`, or what is taken without it.
-    """
-    strategy = adaptive_strategy(args)
-    if args.speculative_adaptive_config is None and strategy == THROUGHPUT:
-        deepest = max(num_steps, THROUGHPUT_STEPS)
-        return Tiers("load_aware", TierOptions(deepest, num_steps))
-    config = read_adaptive_config(args.speculative_adaptive_config)
-    place = f"{CONFIG_FLAG} {args.speculative_adaptive_config or DEFAULT_PRESET}"
-    for warning in config.warnings():
-        logger.warning("%s: %s", place, warning)
-    candidates = config.candidate_steps
-    if candidates == (0,):
-        raise ConfigError(f"{place}: no slot has candidate_steps above 0, so nothing drafts.")
-    if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
-        num_steps = candidates[len(candidates) // 2]
-    elif num_steps not in candidates:
-        one = "one of"
-        given = f"--speculative-num-steps {num_steps}"
-        if args.speculative_num_steps is None:
-            one = "one more than one of"
-            given = f"--speculative-num-draft-tokens {num_steps + 1}"
-        raise ConfigError(
-            f"{given}: with {_flag(ADAPTIVE)} it must be {one} the candidate_steps,"
-            f" {', '.join(map(str, candidates))}; or leave it out."
-        )
-    policy = "adaptive" if strategy == EMA else "load_aware"
-    return Tiers(policy, TierOptions(candidates[-1], num_steps, config))
+    single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
+    return DrafterConfig(algorithm.drafter, options, AcceptThresholds(single, acc))
 
 
 def adaptive_strategy(args: ServerArgs) -> str | None:
-    """Names the strategy that numbers of drafts follow; None where they follow none.
-
-    `auto` is `ema` where a configuration is given, since that is written for this rule, and
-    `throughput` elsewhere.
-    """
-    if not args.speculative_adaptive or args.speculative_algorithm is None or is_ngram(args):
-        return None
-    strategy = args.speculative_adaptive_strategy or AUTO
-    if strategy != AUTO:
-        return strategy
-    return THROUGHPUT if args.speculative_adaptive_config is None else EMA
+    """Names the strategy that numbers of drafts follow; None where they follow none."""
+    algorithm = _algorithm(args)
+    follows = args.speculative_adaptive and algorithm is not None and ADAPTIVE in algorithm.flags
+    return strategy_of(args) if follows else None
 
 
-def _tile_spec_cache(args: ServerArgs, simulates_acceptance: bool) -> Path | None:
-    """Returns the path where `--tile-spec` keeps prices; None without it."""
-    if not args.tile_spec:
-        if args.tile_spec_cache_dir is not None:
-            raise ConfigError("--tile-spec-cache-dir needs --tile-spec.")
-        return None
-    if args.max_running_requests > MAX_REQUESTS:
-        raise ConfigError(
-            f"--tile-spec divides rows among {MAX_REQUESTS} requests at most; lower"
-            f" --max-running-requests {args.max_running_requests}."
-        )
-    if simulates_acceptance:
+def _algorithm(args: ServerArgs) -> Algorithm | None:
+    name = args.speculative_algorithm
+    return None if name is None else ALGORITHMS[SpeculativeAlgorithm.from_string(name)]
+
+
+def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
+    """Looks whether flags that are given have what they need: an algorithm, and another flag."""
+    flags, instead = ((), {}) if algorithm is None else (algorithm.flags, algorithm.instead)
+    given = [name for name, nothing in NOTHING.items() if vars(args)[name] not in nothing]
+    for name in given:
+        if name not in flags and name not in SWITCHES:
+            takers = [key for key, each in ALGORITHMS.items() if name in each.flags]
+            need = as_flag(ALGORITHM, " or ".join(takers))
+        elif NEEDS.get(name, name) not in given:
+            need = as_flag(NEEDS[name])
+        else:
+            continue
+        remedy = instead.get(name, "use that, or leave it out")
+        raise Refusal(as_flag(name), f"needs {need}", remedy)
+    if algorithm is not None and algorithm.draft_model and DRAFT_PATH not in given:
+        flag, remedy = as_flag(ALGORITHM, args.speculative_algorithm), algorithm.draft_model
+        raise Refusal(flag, f"needs {as_flag(DRAFT_PATH)}", f"name the folder of {remedy}")
+
+
+def _without_idle_switches(asked: Asked, algorithm: Algorithm | None) -> ServerArgs:
+    """Turns switches off that change nothing here, with a warning that says why."""
+    args, reasons = asked.args, dict[str, str]()
+    if algorithm is None:
+        reasons = dict.fromkeys(SWITCHES, f"nothing is drafted without {as_flag(ALGORITHM)}")
+    elif asked.environ.simulated_accept_len is not None:
+        reason = "SGLANG_SIMULATE_ACC_LEN says how many drafts are right, so all are verified"
+        reasons = dict.fromkeys(SWITCHES, reason)
+    elif ADAPTIVE not in algorithm.flags:
+        reasons = {ADAPTIVE: algorithm.instead[ADAPTIVE]}
+    elif args.speculative_eagle_topk not in NOTHING[TOPK]:
+        flag = as_flag(TOPK, args.speculative_eagle_topk)
+        reasons = {ADAPTIVE: f"with {flag} every step drafts trees of the same size"}
+    idle: dict[str, Any] = {name: False for name in reasons if vars(args)[name]}
+    for name in idle:
+        logger.warning("%s has no effect here: %s.", as_flag(name), reasons[name])
+    return replace(args, **idle)
+
+
+def _eagle(architecture: str, asked: Asked) -> EagleConfig:
+    """Makes the options of a head with this name in `HEADS` (registry.py)."""
+    args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=1)
+    path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
+    head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
+    return EagleConfig(head, target.num_layers, rounds, asked.suppressed_token_ids)
+
+
+def _standalone(asked: Asked) -> StandaloneConfig:
+    args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=0)
+    path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
+    draft = load_draft_config(path, target, Path(args.tokenizer_path or target.path), flag)
+    if draft.context_len < (args.context_length or target.context_len):
         logger.warning(
-            "--tile-spec: SGLANG_SIMULATE_ACC_LEN says how many drafts are right, so all are"
-            " verified."
+            "%s %s: the draft model was made for %d tokens, so its drafts are seldom right behind"
+            " them; --context-length %d would keep requests within.",
+            flag,
+            path,
+            draft.context_len,
+            draft.context_len,
         )
-        return None
-    if args.tile_spec_cache_dir == "":
-        raise ConfigError("--tile-spec-cache-dir must name a folder.")
-    return Path(args.tile_spec_cache_dir or DEFAULT_TILE_SPEC_CACHE)
+    return StandaloneConfig(draft, rounds, asked.suppressed_token_ids)
 
 
-def _num_steps(args: ServerArgs) -> int:
-    """Drafts of a chain."""
-    num_steps, num_draft_tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
-    if num_steps is None:
-        num_steps = DEFAULT_NUM_STEPS if num_draft_tokens is None else num_draft_tokens - 1
-    if not 1 <= num_steps <= MAX_NUM_STEPS:
-        source = "steps" if args.speculative_num_steps is not None else "draft-tokens"
-        least = 1 if source == "steps" else 2
-        raise ConfigError(
-            f"--speculative-num-{source} must be {least} to {MAX_NUM_STEPS + least - 1}."
-        )
-    if num_draft_tokens not in (None, num_steps + 1):
-        logger.warning(
-            "--speculative-num-draft-tokens %d: a chain of %d steps has %d tokens, the certain one"
-            " counted; that is used.",
-            num_draft_tokens,
-            num_steps,
-            num_steps + 1,
-        )
-    return num_steps
+def _ngram(asked: Asked) -> NgramConfig:
+    args = asked.args
+    least, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
+    if least > most:
+        flag = as_flag("speculative_ngram_min_bfs_breadth", least)
+        problem = f"is more than {as_flag(MAX_BREADTH, most)}"
+        raise Refusal(flag, problem, "lower it, or raise the other")
+    count = num_drafts(args, TOKENS, NGRAM_NUM_DRAFTS)
+    rounds = fixed_rounds(asked, count, num_free=count)
+    policy = "fixed" if asked.is_fixed else "matched"
+    by_frequency = args.speculative_ngram_match_type == "PROB"
+    return NgramConfig(
+        rounds=replace(rounds, tier_policy=policy, trees_of_any_size=most > 1),
+        limits=NgramLimits(SHORTEST_MATCH, args.speculative_ngram_max_trie_depth, by_frequency),
+        capacity=args.speculative_ngram_capacity,
+        breadth=most,
+        suppressed_token_ids=asked.suppressed_token_ids,
+        min_breadth=least,
+        corpus_budget=args.speculative_ngram_external_sam_budget or None,
+        corpus=corpus_from_flags(args, asked.model, asked.reads_corpus),
+    )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+a_head = partial(
+    Algorithm,
+    drafter="eagle",
+    flags=OF_ALL | OF_HEADS,
+    draft_model="a head that was trained for this model",
+)
+ALGORITHMS = {
+    SpeculativeAlgorithm.EAGLE: a_head(options=partial(_eagle, EAGLE)),
+    SpeculativeAlgorithm.EAGLE3: a_head(options=partial(_eagle, EAGLE3)),
+    SpeculativeAlgorithm.STANDALONE: Algorithm(
+        drafter="standalone",
+        flags=OF_ALL | OF_MODELS,
+        options=_standalone,
+        draft_model="a smaller model with the same tokenizer",
+    ),
+    SpeculativeAlgorithm.NGRAM: Algorithm(
+        drafter="ngram",
+        flags=OF_ALL | OF_NGRAM,
+        options=_ngram,
+        instead={
+            TOPK: f"leave it out: NGRAM drafts trees by {as_flag(MAX_BREADTH)}",
+            ADAPTIVE: f"with NGRAM the number of drafts follows {as_flag(LOAD_AWARE)}",
+        },
+    ),
+}

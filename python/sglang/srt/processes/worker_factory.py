@@ -123,7 +123,15 @@ def make_worker(
     confirm: Confirm | None = _simulated(simulated_accept_len, needs, state.committed.device)
     if confirm is None and drafter is not None:
         confirm = _by_thresholds(drafter, needs, state.committed.device)
-    worker = TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm, clock)
+    worker = TpModelWorker(
+        target,
+        state,
+        needs.suppressed_token_ids,
+        made,
+        on_step=on_step,
+        confirm=confirm,
+        clock=clock,
+    )
     worker.capture_rounds(runners, needs)
     return worker
 

@@ -177,12 +177,12 @@ class BatchResultProcessor:
 def _decode_options(req: Req) -> DecodeOptions:
     params = req.params
     return DecodeOptions(
-        params.skip_special_tokens,
-        params.stop_strings,
-        params.no_stop_trim,
-        params.stop_regexes,
-        params.min_new_tokens,
-        req.input_ids[-NUM_CONTEXT_IDS:],
+        skip_special_tokens=params.skip_special_tokens,
+        stop_strings=params.stop_strings,
+        no_stop_trim=params.no_stop_trim,
+        stop_regexes=params.stop_regexes,
+        min_new_tokens=params.min_new_tokens,
+        context_ids=req.input_ids[-NUM_CONTEXT_IDS:],
     )
 
 

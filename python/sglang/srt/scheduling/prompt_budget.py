@@ -261,7 +261,14 @@ class BoundedStep:
         prices = self._ladders.prices
         head_ms = prices.head.at(self._num_read + 1 + num_lookahead)
         other_ms = self._attention_ms + head_ms
-        offer = _Offer(position, num_lookahead, others, max_ms - other_ms, other_ms, prices)
+        offer = _Offer(
+            position=position,
+            num_lookahead=num_lookahead,
+            others=others,
+            left_ms=max_ms - other_ms,
+            other_ms=other_ms,
+            prices=prices,
+        )
         top = bisect.bisect_left(self._ladders.sizes, others + most)
         for index in range(top, -1, -1):
             rung = rungs[index]
@@ -279,7 +286,7 @@ class BoundedStep:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Offer:
     """A prompt whose tokens a step may feed.
 

@@ -173,7 +173,7 @@ class Req:
         return self.input_ids + self.output_ids if self.output_ids else self.input_ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchedRow:
     """A request's part in a launched step.
 

@@ -84,7 +84,16 @@ class StepBuilder:
             rows.append(req.kv.row)
             kv_bounds.append(req.committed_bound + q_len)
             ends_prompt = emits and num_prompt > 0
-            launched.append(LaunchedRow(req, max_kept, emits, ends_prompt, num_scored, num_hidden))
+            launched.append(
+                LaunchedRow(
+                    req=req,
+                    max_kept=max_kept,
+                    emits=emits,
+                    ends_prompt=ends_prompt,
+                    num_scored=num_scored,
+                    num_hidden=num_hidden,
+                )
+            )
         params = [entry.req.params for entry in added if entry.emits]
         batch = ScheduleBatch(
             rows=rows,
@@ -207,4 +216,12 @@ def _new_row(req: Req, row: int) -> NewRow:
             req.params, list(req.output_ids), len(req.input_ids), sorted(req.stop_token_ids)
         )
     tokens = np.fromiter(req.fill_ids, np.int32, len(req.fill_ids))
-    return NewRow(row, req.committed, tokens, req.params, req.seed, adjustments, req.namespace)
+    return NewRow(
+        row=row,
+        num_committed=req.committed,
+        tokens=tokens,
+        params=req.params,
+        seed=req.seed,
+        adjustments=adjustments,
+        namespace=req.namespace,
+    )

@@ -78,7 +78,7 @@ class NgramLimits:
     by_frequency: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NgramConfig:
     """Holds what the drafter needs to know.
 

@@ -45,7 +45,7 @@ class DrafterConfig:
     thresholds: AcceptThresholds = EXACT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterNeeds:
     """Holds what a drafter needs before any model is loaded.
 

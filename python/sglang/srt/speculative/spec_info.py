@@ -8,8 +8,8 @@ MAX_NUM_STEPS = 63  # tokens drafted one after the other
 
 
 class SpeculativeAlgorithm(StrEnum):
-    """Names what makes drafts: `--speculative-algorithm`. Flags and options of those with a draft
-    model: `ALGORITHMS` in `processes/draft_algorithms.py`."""
+    """Names what makes drafts: `--speculative-algorithm`. The flags and the options of each are in
+    `ALGORITHMS` (`processes/speculation_flags.py`)."""
 
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"

@@ -76,7 +76,7 @@ class Tool(msgspec.Struct, kw_only=True):
     function: Function
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolUse:
     """The functions of a chat and how they are to be used.
 

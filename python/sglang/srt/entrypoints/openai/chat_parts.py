@@ -18,7 +18,7 @@ PIECE_CHARS = 4096
 ID_CHARS = string.ascii_letters + string.digits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Division:
     """The rules by which the outputs of a chat are divided.
 

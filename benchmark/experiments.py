@@ -1,0 +1,230 @@
+"""A table of experiments: ways to serve the same text, loads, and the ratios that are asked for.
+
+`python -m benchmark.measure.experiment NAME` measures one (`paired.py`): the ways take turns at
+each load until each ratio is certain. Prompts are held-out code, answered by the bundled model,
+inflated into a real geometry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmark.goals import MIN_HTTP_OVER_ENGINE, MIN_PAIRED_MEDIAN
+from benchmark.paired import Pair
+from benchmark.stream_ways import ROUTES
+from benchmark.ways import EngineWay
+
+PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
+LOAD_AWARE = "k=8 tau 0.9 load-aware"
+SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
+HOT = 1.5  # temperature of answers that follow no text
+NUM_COPIES = 4  # of the code in a prompt that repeats it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A kind of text.
+
+    Attributes:
+        prompt: makes its prompts of prompts of code.
+        params: sampling parameters.
+        is_new: nothing is known of answers before it.
+        is_known: each prompt was answered once before.
+    """
+
+    prompt: Callable[[list[int]], list[int]] = list
+    params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    is_new: bool = False
+    is_known: bool = False
+
+
+def beside_first(names: Sequence[str]) -> list[Pair]:
+    """Pairs each way with the first one."""
+    return [(name, names[0]) for name in names[1:]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Ways that take turns at the same loads.
+
+    Attributes:
+        question: that it answers, in one line.
+        ways: by name.
+        default: those that are measured if none are chosen; None: all.
+        requests: at once, by default.
+        texts: by name, each at each number of requests.
+        pairs: whose ratios are to become certain, of the names of the ways that are measured.
+        asked: of a way's ratios, at least.
+        algorithm: of the drafter that is inflated for it, by default.
+    """
+
+    question: str
+    ways: Mapping[str, EngineWay]
+    default: Sequence[str] | None = None
+    requests: Sequence[int] = (1, 8, 32, 64, 128)
+    texts: Mapping[str, Text] = field(default_factory=lambda: {"code": Text()})
+    pairs: Callable[[Sequence[str]], list[Pair]] = beside_first
+    asked: Mapping[str, float] = field(default_factory=dict)
+    algorithm: str | None = None
+
+    def way(self, name: str) -> EngineWay:
+        """Gives a way; with a drafter `2x7x16` is one, a shape of drafts, with TOPK 1 a chain.
+
+        Raises:
+            ValueError: there is no such way.
+        """
+        if name in self.ways:
+            return self.ways[name]
+        if self.algorithm is None or not (shape := SHAPE.fullmatch(name)):
+            raise ValueError(f"There is no {name!r}; there are {', '.join(self.ways)}.")
+        names = ("eagle_topk", "num_steps", "num_draft_tokens")
+        flags = {f"speculative_{key}": int(n) for key, n in zip(names, shape.groups(), strict=True)}
+        return EngineWay(is_drafted=True, flags=flags | {"speculative_load_aware": "off"})
+
+
+# ---------------------------------------------------------------- multi-token prediction
+
+_MTP = {"mtp_load_aware_k": True}
+_AHEAD = {"mtp_enabled": True, "mtp_k": 8}
+MTP_WAYS = {
+    PLAIN: EngineWay(flags=_MTP, params={"temperature": 0}),
+    LOAD_AWARE: EngineWay(flags=_MTP, params={**_AHEAD, "mtp_strategy": ["conf_adapt", 0.9]}),
+    VERIFIED: EngineWay(flags=_MTP, params={**_AHEAD, "mtp_verify": True, "temperature": 0}),
+}
+
+# ---------------------------------------------------------------- TileSpec
+
+MOST_STEPS = 7
+STATIC = {
+    f"static {steps}": {"speculative_num_steps": steps, "speculative_load_aware": "off"}
+    for steps in range(1, MOST_STEPS + 1)
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "load-aware 3": {"speculative_num_steps": 3},
+    "load-aware 7": {"speculative_num_steps": 7},
+    "adaptive": {"speculative_adaptive": True},
+}
+TILED = {
+    f"TileSpec, {name}": {**flags, "tile_spec": True} for name, flags in (OTHERS | STATIC).items()
+}
+SWEPT_DRAFTS = {3: (1.0, 1.5, 2.0), 5: (1.0, 1.5, 2.0, 3.0), 7: (1.5, 2.5, 4.0)}  # by steps
+# So many drafts of a request are verified on average, the likeliest of all: an oracle of TileSpec's
+# choice is the best of these.
+SWEPT = {
+    f"swept {steps}:{count:g}": EngineWay(
+        is_drafted=True,
+        flags={**STATIC[f"static {steps}"], "tile_spec": True},
+        verified_drafts=count,
+    )
+    for steps, counts in SWEPT_DRAFTS.items()
+    for count in counts
+}
+TILE_SPEC_WAYS = {
+    PLAIN: EngineWay(),
+    **{
+        name: EngineWay(is_drafted=True, flags=flags)
+        for name, flags in (STATIC | OTHERS | TILED).items()
+    },
+    **SWEPT,
+}
+
+
+def tiled_beside_others(names: Sequence[str]) -> list[Pair]:
+    """Pairs each way with TileSpec with each without; one of fixed numbers is an oracle's."""
+    return [
+        (mine, other) for mine in names if mine in TILED for other in names if other not in TILED
+    ]
+
+
+# ---------------------------------------------------------------- n-grams
+
+
+def repeated(prompt: list[int]) -> list[int]:
+    """The first tokens behind the first one, NUM_COPIES times; as long as the prompt or less."""
+    first, *code = prompt
+    return [first, *code[: len(code) // NUM_COPIES] * NUM_COPIES]
+
+
+NGRAM_TEXTS = {
+    "repeats": Text(prompt=repeated, is_new=True),
+    "novel": Text(params={"temperature": HOT}, is_new=True),
+    "known": Text(is_known=True),
+}
+
+# ---------------------------------------------------------------- what answers hold
+
+_SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+_LOGPROBS = {"return_logprob": True}
+ANSWER_WAYS = {
+    "greedy": EngineWay(),
+    "greedy, logprobs": EngineWay(fields=_LOGPROBS),
+    "sampled": EngineWay(params=_SAMPLED),
+    "sampled, logprobs": EngineWay(params=_SAMPLED, fields=_LOGPROBS),
+    "sampled, top 5 logprobs": EngineWay(
+        params=_SAMPLED, fields={**_LOGPROBS, "top_logprobs_num": 5}
+    ),
+    "sampled, penalties": EngineWay(params={**_SAMPLED, **_PENALTIES}),
+}
+
+
+def beside_own_kind(names: Sequence[str]) -> list[Pair]:
+    """Pairs `KIND, more` with `KIND`."""
+    return [(name, name.split(", ")[0]) for name in names if name.split(", ")[0] != name]
+
+
+EXPERIMENTS = {
+    "mtp": Experiment(
+        question="Is multi-token prediction that heeds the load ever slower than plain decoding?",
+        ways=MTP_WAYS,
+        requests=(1, 16, 64, 128),
+        asked=dict.fromkeys((LOAD_AWARE, VERIFIED), MIN_PAIRED_MEDIAN),
+    ),
+    "speculation": Experiment(
+        question="How much faster than plain decoding are chains and trees of drafts?",
+        ways={
+            PLAIN: EngineWay(),
+            DRAFTED: EngineWay(is_drafted=True, flags={"speculative_num_steps": 3}),
+        },
+        algorithm="EAGLE3",
+    ),
+    "tile_spec": Experiment(
+        question="Do drafts that are cut to the rows that pay beat every fixed number of drafts?",
+        ways=TILE_SPEC_WAYS,
+        default=(PLAIN, "static 1", "static 3", "static 7", "TileSpec, load-aware 7"),
+        requests=(1, 8, 32, 48, 64, 96, 128),
+        pairs=tiled_beside_others,
+        algorithm="EAGLE3",
+    ),
+    "ngram": Experiment(
+        question="How much faster than plain decoding is NGRAM, and is it ever slower?",
+        ways={
+            PLAIN: EngineWay(),
+            NGRAM: EngineWay(
+                flags={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}
+            ),
+        },
+        requests=(1, 8, 32),
+        texts=NGRAM_TEXTS,
+        asked={NGRAM: MIN_PAIRED_MEDIAN},
+    ),
+    "answers": Experiment(
+        question="What do log-probabilities and penalties cost?",
+        ways=ANSWER_WAYS,
+        requests=(64, 128),
+        pairs=beside_own_kind,
+        asked={name: 0.95 for name in ANSWER_WAYS if "top" not in name},
+    ),
+    "http": Experiment(
+        question="What does HTTP take of an Engine's streams?",
+        ways={
+            "Engine": EngineWay(is_streamed=True),
+            **{route: EngineWay(route=route) for route in ROUTES},
+        },
+        requests=(64,),
+        asked=dict.fromkeys(ROUTES, MIN_HTTP_OVER_ENGINE),
+    ),
+}

@@ -1,0 +1,168 @@
+"""Measures an experiment of `benchmark.experiments`: ways in turn, until their ratios are certain.
+
+    python -m benchmark.measure.experiment mtp --model-dir FOLDER          on a GPU
+    python -m benchmark.measure.experiment speculation --ways plain drafted 1x7x8 2x7x16
+    python -m benchmark.measure.experiment ngram --model-path demo --device cpu --concurrency 1 4
+
+The result is stored after each round; rounds end before --budget-s does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from benchmark.command import RESULTS
+from benchmark.drafters import DEFAULT_DRAFT_GEOMETRY, HEADS, drafter_flags
+from benchmark.engine_load import AsyncEngine, Budget
+from benchmark.environment import describe_environment
+from benchmark.experiments import EXPERIMENTS, Experiment, Text
+from benchmark.mtp_model import (
+    code_prompts,
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+    settings,
+)
+from benchmark.paired import Figures, Paired, Run, Way, closed_loops, print_ratios, store_rounds
+from benchmark.random_model import DRAFT_GEOMETRIES
+from benchmark.server_process import running_server
+from benchmark.stream_ways import EngineStreams, HttpStreams, server_command
+from benchmark.ways import Asked, EngineWay, start_engines
+from sglang.srt.garbage import keep_out_of_collections
+
+START_LIMIT_S = 240.0
+
+
+class Load(NamedTuple):
+    """So many requests at once, of one text."""
+
+    requests: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.requests}, {self.text}"
+
+
+class Servings:
+    """What serves the ways: Engines, and a server for those over HTTP; they end with the stack."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        ways: Mapping[str, EngineWay],
+        flags: dict[str, Any],
+        drafter: Mapping[str, Any],
+    ) -> None:
+        self._ways = ways
+        over_http = [way for way in ways.values() if way.route is not None]
+        self.port = 0
+        if over_http:
+            command = server_command(flags | dict(over_http[0].flags))
+            self.port = stack.enter_context(running_server(command, {}, START_LIMIT_S)).port
+        beside = {name: way for name, way in ways.items() if way.route is None}
+        self.engines = start_engines(stack, beside, flags, drafter)
+        if over_http:
+            keep_out_of_collections()  # as a server does; an Engine leaves that to its caller
+
+    def of(self, name: str, text: Text) -> AsyncEngine:
+        """What answers requests of a way."""
+        way = self._ways[name]
+        if way.route is not None:
+            return HttpStreams(self.port, way.route)
+        engine = self.engines[name]
+        return EngineStreams(engine) if way.is_streamed else Asked(engine, way.fields, text.is_new)
+
+
+def run_of(
+    experiment: Experiment,
+    ways: Mapping[str, EngineWay],
+    servings: Servings,
+    prompts: list[list[int]],
+    arguments: argparse.Namespace,
+) -> Run[Load]:
+    """Makes the run of `Paired`; answers texts once whose answers are to be known."""
+    outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
+    loops = {}
+    for text_name, text in experiment.texts.items():
+        lap = [text.prompt(prompt) for prompt in prompts]
+        served = {
+            name: Way(servings.of(name, text), {**text.params, **way.params, **outputs})
+            for name, way in ways.items()
+        }
+        if text.is_known:
+            for name, engine in servings.engines.items():
+                engine.generate(input_ids=lap, sampling_params=served[name].params)
+        is_equal = arguments.equal_lengths
+        loops[text_name] = closed_loops(served, lap, has_equal_lengths=is_equal)
+
+    def run(load: Load, way: str, number: int) -> Figures:
+        return loops[load.text](load.requests, way, number)
+
+    return run
+
+
+def measure(
+    arguments: argparse.Namespace, model_path: str, drafter: Mapping[str, Any], budget: Budget
+) -> dict[str, Any]:
+    """Runs all rounds; the result is stored after each."""
+    experiment = EXPERIMENTS[arguments.name]
+    prompts, source = code_prompts(arguments, model_path)
+    result = {**describe_environment(), "experiment": arguments.name, **settings(arguments)}
+    result |= {"prompts": source, "has_equal_lengths": arguments.equal_lengths}
+    if drafter:
+        result |= {"algorithm": arguments.algorithm, "draft_geometry": arguments.draft_geometry}
+    ways = {name: experiment.way(name) for name in arguments.ways}
+    with ExitStack() as stack:
+        servings = Servings(stack, ways, engine_flags(arguments, model_path), drafter)
+        result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
+        run = run_of(experiment, ways, servings, prompts, arguments)
+        loads = itertools.starmap(Load, itertools.product(arguments.concurrency, experiment.texts))
+        paired = Paired(run, list(loads), experiment.pairs(arguments.ways), arguments.ways)
+        store_rounds(paired, budget, arguments, result)
+    return result
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_mtp_parser(__doc__, "NAME")
+    add = parser.add_argument
+    questions = "; ".join(f"{name}: {each.question}" for name, each in EXPERIMENTS.items())
+    add("name", choices=EXPERIMENTS, help=questions, metavar="NAME")
+    add("--concurrency", type=int, nargs="+", help="requests at once")
+    add("--ways", nargs="+", metavar="WAY", help="with a drafter also shapes, such as 2x7x16")
+    add("--equal-lengths", action="store_true", help="of outputs; else those of a lap differ")
+    add("--algorithm", choices=HEADS, help="of the drafter, where ways have one")
+    add("--draft-model", help="folder of a head or draft model; default: the bundled one")
+    add("--draft-geometry", choices=DRAFT_GEOMETRIES, default=DEFAULT_DRAFT_GEOMETRY)
+    parser.set_defaults(budget_s=300.0, rounds=12, out=None)
+    arguments = parser.parse_args(argv)
+    experiment = EXPERIMENTS[arguments.name]
+    arguments.out = arguments.out or RESULTS / f"{arguments.name}.json"
+    arguments.concurrency = arguments.concurrency or [*experiment.requests]
+    arguments.ways = arguments.ways or [*(experiment.default or experiment.ways)]
+    if experiment.algorithm is None:
+        arguments.algorithm = None
+    arguments.algorithm = arguments.algorithm or experiment.algorithm
+    try:
+        for name in arguments.ways:
+            experiment.way(name)
+    except ValueError as error:
+        parser.error(f"--ways: {error}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints the ratios, writes the result."""
+    arguments = parse(argv)
+    budget = Budget(arguments.budget_s, time.perf_counter())
+    with model_path_of(arguments) as model_path, drafter_flags(arguments) as drafter:
+        result = measure(arguments, model_path, drafter, budget)
+    print_ratios(result["rows"], EXPERIMENTS[arguments.name].asked)
+
+
+if __name__ == "__main__":
+    main()

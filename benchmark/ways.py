@@ -1,0 +1,124 @@
+"""Ways to serve the same requests: flags of an Engine, and what its requests ask for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import sglang
+from benchmark.mtp_model import start_engine
+
+VERIFIED_DRAFTS = "SGLANG_TILE_SPEC_DRAFTS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineWay:
+    """A way to serve requests.
+
+    Attributes:
+        flags: of its Engine, beside those of all ways.
+        is_drafted: the Engine has the experiment's head or draft model.
+        verified_drafts: of a request, on average, in place of what TileSpec would choose.
+        params: sampling parameters of its requests.
+        fields: of its requests, beside sampling parameters.
+        is_streamed: its requests ask for streams.
+        route: of a server with these flags that is asked for them; None: an Engine is.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    is_drafted: bool = False
+    verified_drafts: float | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    is_streamed: bool = False
+    route: str | None = None
+
+    @property
+    def serving(self) -> tuple[Any, ...]:
+        """What its Engine depends on: ways for which it is equal share one."""
+        return self.flags, self.is_drafted, self.verified_drafts
+
+    @property
+    def measures_prices(self) -> bool:
+        """Whether its Engine measures prices of steps when it starts."""
+        flags = self.flags
+        if flags.get("tile_spec") or flags.get("mtp_load_aware_k"):
+            return True
+        if flags.get("speculative_adaptive"):
+            is_ema = "speculative_adaptive_config" in flags
+            return flags.get("speculative_adaptive_strategy") == "throughput" or not is_ema
+        has_drafts = self.is_drafted or "speculative_algorithm" in flags
+        return has_drafts and flags.get("speculative_load_aware") != "off"
+
+
+def start_engines(
+    stack: ExitStack,
+    ways: Mapping[str, EngineWay],
+    flags: dict[str, Any],
+    drafter: Mapping[str, Any],
+) -> dict[str, sglang.Engine]:
+    """Starts an Engine for each way, or one for ways that share it. Those that measure prices start
+    one by one, alone on the GPU; then all others together.
+
+    Args:
+        stack: shuts them down.
+        flags: of all Engines.
+        drafter: of `drafter_flags`.
+    """
+    caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    first_of: dict[str, str] = {}  # the way that an Engine is started for, by way
+    for name, way in ways.items():
+        found = (other for other in first_of.values() if ways[other].serving == way.serving)
+        first_of[name] = next(found, name)
+
+    def start(name: str) -> sglang.Engine:
+        way = ways[name]
+        more = {**(drafter if way.is_drafted else {}), **way.flags}
+        if more.get("tile_spec"):  # ways with as many drafts have the same prices
+            more["tile_spec_cache_dir"] = str(caches / name.split(":")[0])
+        engine = start_engine(flags, **more)
+        stack.callback(engine.shutdown)
+        return engine
+
+    engines = {}
+    firsts = dict.fromkeys(first_of.values())
+    for name in (name for name in firsts if ways[name].measures_prices):
+        count = ways[name].verified_drafts
+        with mock.patch.dict(os.environ, {} if count is None else {VERIFIED_DRAFTS: str(count)}):
+            engines[name] = start(name)
+    others = [name for name in firsts if name not in engines]
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        engines |= zip(others, pool.map(start, others), strict=True)
+    return {name: engines[first_of[name]] for name in ways}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An Engine that is asked with more fields.
+
+    Attributes:
+        fields: of each request.
+        is_salted: each request has a cache salt of its own, so nothing is known of those before.
+    """
+
+    engine: sglang.Engine
+    fields: Mapping[str, Any]
+    is_salted: bool = False
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def async_generate(self, *, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        salt: dict[str, Any] = {"cache_salt": str(next(self._numbers))} if self.is_salted else {}
+        return await self.engine.async_generate(
+            input_ids=input_ids, sampling_params=sampling_params, **self.fields, **salt
+        )
+
+    async def async_abort_request(self, *, abort_all: bool) -> int:
+        return await self.engine.async_abort_request(abort_all=abort_all)
