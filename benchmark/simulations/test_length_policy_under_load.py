@@ -82,7 +82,7 @@ def test_good_text_that_turns_bad_costs_little(kind: Kind) -> None:
     class Knowing(LoadAwareLength):
         def choose(self, upcoming: UpcomingStep) -> Budget:
             budget = super().choose(upcoming)
-            return budget if run.now_ms < turn_ms else Budget(1)
+            return budget if run.now_ms < turn_ms else replace(budget, limit=1)
 
     times = []
     for make_policy in (Knowing, LoadAwareLength):
