@@ -64,7 +64,8 @@ class _Trials:
 
 
 class _Chance:
-    """How often drafts of one kind are right now; where little is known, as in the past."""
+    """The chance that drafts of one kind are right now. Where little is known of now, it is that of
+    the past."""
 
     def __init__(self) -> None:
         self._now, self._past = _Trials(), _Trials()
