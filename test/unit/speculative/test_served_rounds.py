@@ -31,6 +31,7 @@ SURE, EVEN = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8)
 # Requests that differ: drafts of some are always right, those of others hardly ever.
 EASY, HARD = Text(1.0, 0.95), Text(0.0, 0.9, 0.15)
 NEVER = Text(0.0, 0.9, 0.02)  # no draft is right, and the head says so
+WRONG = Text(0.0, 0.02, 0.02)  # nor does it ever think so
 SHORT = (64, 128)  # prompts and answers, in tokens
 BY_LOAD = RoundOptions(MAX_DRAFTS, "load_aware")
 CUT = RoundOptions(MAX_DRAFTS, "load_aware", tile_spec_cache=Path("unused"))
@@ -62,6 +63,17 @@ def test_a_head_rests_where_drafts_do_not_pay_and_wakes_when_they_do(options: Ro
     before = served.num_rests
     served.rate(1, 100)
     assert served.num_rests == before
+
+
+def test_a_head_rests_and_looks_again_where_answers_are_shorter_than_what_it_waits() -> None:
+    """Each prompt is a new request's, and no head is fed on behalf of probes that never come."""
+    served = ServedRounds(Load(1, 64, REST_AFTER - 4), WRONG, BY_LOAD, can_rest=True)
+    served.rate(1, 300)
+    assert served.num_rests > 150
+    before = served.tiers.copy()
+    served.change_text(SURE)
+    served.rate(1, 300)
+    assert sum(count for tier, count in (served.tiers - before).items() if tier) > 100
 
 
 @pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])

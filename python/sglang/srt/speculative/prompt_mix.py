@@ -66,7 +66,7 @@ class PromptMix:
             self._rows.add(prompt_rows / num_prompts)
 
     def hear(self, num_tokens: int) -> None:
-        """Hears how many tokens such a step gave, without those beyond the ends of requests."""
+        """Hears how many tokens such a step gave, also beyond the ends of requests."""
         self._tokens.add(num_tokens)
 
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:

@@ -22,8 +22,9 @@ class RestRule:
         self._num_fed = CONTEXT_STEPS
 
     def renew(self) -> None:
-        """Most requests are new, and the model has been fed all of their tokens."""
-        self._num_idle, self._num_fed = 0, CONTEXT_STEPS
+        """Most requests are new: drafts may follow at once, and the model is then fed the ends of
+        their prompts."""
+        self._num_fed = CONTEXT_STEPS
 
     def num_steps_to_feed(self, is_fed: bool) -> int:
         """Steps before there can be drafts. `is_fed`: the model has KV of all of the requests'
