@@ -146,6 +146,21 @@ def test_where_tiers_gain_nearly_the_same_it_loses_little(num_reqs: int, chance:
     assert found.ms_per_token <= MOST.get(num_reqs, 1.02) * best_ms_per_token(costs, chance)
 
 
+def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
+    """Steps that feed the head, since drafts paid a moment ago, are not owed for without end."""
+    prices, feed_ms = ListedRounds({1: (4.0, 4.3)}), 0.2
+    policy = LoadAwareTier(TierParts(TierOptions(1), prices, feed_ms=lambda upcoming: feed_ms))
+    found = {}
+    for num_steps in (40, 4000):
+        for step in range(num_steps):
+            policy.choose(
+                UpcomingRound(1, lengths=lambda most, pays=step % 8 == 0: [1.0, 1.0 + pays])
+            )
+        plain = UpcomingRound(1, lengths=lambda most: [1.0, 1.0])
+        found[num_steps] = next(step for step in itertools.count() if policy.choose(plain))
+    assert found[4000] <= found[40] + 300
+
+
 def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
     config = parse_adaptive_config(
         b'{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [1]}}', "here"

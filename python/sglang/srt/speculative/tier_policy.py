@@ -181,8 +181,8 @@ class LoadAwareTier:
         assert self._allowance_ms is not None
         if chosen > best:
             self._allowance_ms -= costs[chosen] - costs[best]
-        elif not self._rest.rests:
-            self._allowance_ms -= feed_ms
+        elif feed_ms and not self._rest.rests:  # where tier 0 comes and goes, owed for one wait
+            self._allowance_ms = max(self._allowance_ms - feed_ms, -REST_AFTER * feed_ms)
         return chosen
 
     def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
