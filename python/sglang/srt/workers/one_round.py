@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LookAhead:
-    """What a request does beyond its pending tokens.
+    """The look-ahead of a request.
 
     Attributes:
         num_masks: mask tokens fed after the drafts; 0: no multi-token prediction.
