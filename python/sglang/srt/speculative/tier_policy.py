@@ -19,6 +19,7 @@ MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
+PRICE_EVERY = 4  # steps that are padded to as many requests have the same prices of tiers
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 
 
@@ -157,6 +158,8 @@ class LoadAwareTier:
         self._least_gain = max(LEAST_GAIN, parts.prices.spread)
         self._allowance_ms: float | None = None
         self._rest = RestRule()
+        self._costs: Mapping[int, float] = {}
+        self._size = self._age = 0  # of the costs: requests, padded, and steps
         self.settled = 0
 
     @property
@@ -166,9 +169,7 @@ class LoadAwareTier:
     def choose(self, upcoming: UpcomingRound) -> int:
         assert upcoming.lengths is not None, "What tiers give is read (`reads_lengths`)."
         lengths = upcoming.lengths(self._tiers[-1])
-        allowed = self._options.candidates(self._graph_size(upcoming.num_reqs))
-        tiers = self._tiers if allowed is None else sorted({0, *allowed})
-        costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
+        costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         if upcoming.is_renewed:
             self._rest.renew()
@@ -184,6 +185,17 @@ class LoadAwareTier:
         elif feed_ms and not self._rest.rests:  # where tier 0 comes and goes, owed for one wait
             self._allowance_ms = max(self._allowance_ms - feed_ms, -REST_AFTER * feed_ms)
         return chosen
+
+    def _costs_ms(self, upcoming: UpcomingRound, lengths: Sequence[float]) -> Mapping[int, float]:
+        """Milliseconds of a round of each tier that these requests may have, PRICE_EVERY - 1 steps
+        old at most: they change slowly, and computing them takes the host long."""
+        self._age, size = self._age + 1, self._graph_size(upcoming.num_reqs)
+        if self._age >= PRICE_EVERY or size != self._size:
+            self._age, self._size = 0, size
+            allowed = self._options.candidates(size)
+            tiers = self._tiers if allowed is None else sorted({0, *allowed})
+            self._costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
+        return self._costs
 
     def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or the one that was settled on before, unless the best one beats that."""

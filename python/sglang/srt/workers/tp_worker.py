@@ -1,4 +1,5 @@
-"""The worker: a target model, and a drafter or none.
+"""The worker: a target model, and a drafter or none. `one_round.py` has a step of one request in
+plain Python: read it first.
 
 Without a drafter, or in a step in which no request looks ahead, each request feeds its pending
 token (or a chunk of its prompt) and is given one token. With one, a step follows the order that
