@@ -49,7 +49,10 @@ def load_head_config(
             " --speculative-algorithm that it was trained for"
         )
     if config.num_layers != 1:
-        raise config.refusal(f"num_hidden_layers is {config.num_layers}, but a head has 1")
+        raise config.refusal(
+            f"num_hidden_layers is {config.num_layers}, but a head has 1; a draft model takes"
+            " --speculative-algorithm STANDALONE"
+        )
     config = replace(config, architecture=architecture)
     check_fits(config, target.vocab_size, target.hidden_size)
     if architecture == EAGLE and config.hf.get("draft_vocab_size") is not None:

@@ -33,7 +33,11 @@ WRONG = {
     " --speculative-algorithm that it was trained for",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path demo-eagle": "use"
     " --speculative-algorithm EAGLE or EAGLE3",
-    "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm",
+    "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3 or"
+    " STANDALONE; ",
+    "--speculative-adaptive-config aggressive": "-algorithm EAGLE, EAGLE3 or STANDALONE; ",
+    "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-draft": "a draft model"
+    " takes --speculative-algorithm STANDALONE",
     f"{EAGLE3} --speculative-num-steps 0": "-num-steps 0 must be a whole number from 1 to",
     f"{EAGLE3} --speculative-num-steps 64": "-num-steps 64 must be a whole number from 1 to",
     f"{EAGLE3} --speculative-num-draft-tokens 1": "-tokens 1 must be a whole number from 2 to",

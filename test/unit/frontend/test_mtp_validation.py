@@ -106,7 +106,7 @@ def test_biases_and_samples_are_allowed_unverified(more: dict[str, Any]) -> None
         ({**ON, "mtp_k": True}, "mtp_k", "expected int"),
         ({**ON, "mtp_k": 2.5}, "mtp_k", "expected int"),
         ({"mtp_strategy": "static"}, "mtp_strategy", "needs mtp_enabled"),
-        ({**ON, "mtp_strategy": "conf_adapt"}, "mtp_strategy", "needs a threshold"),
+        ({**ON, "mtp_strategy": "conf_adapt"}, "mtp_strategy", "mtp_conf_threshold"),
         ({**ON, "mtp_strategy": "conf_adapt:2"}, "mtp_strategy", "in [0, 1]"),
         ({**ON, "mtp_strategy": "conf_adapt:nan"}, "mtp_strategy", "in [0, 1]"),
         ({**ON, "mtp_strategy": "static:0.5"}, "mtp_strategy", "takes no threshold"),

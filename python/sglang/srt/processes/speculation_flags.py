@@ -127,8 +127,9 @@ def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
     given = [name for name, nothing in NOTHING.items() if vars(args)[name] not in nothing]
     for name in given:
         if name not in flags and name not in SWITCHES:
-            takers = [key for key, each in ALGORITHMS.items() if name in each.flags]
-            need = as_flag(ALGORITHM, " or ".join(takers))
+            first = NEEDS.get(name, name)
+            takers = [key for key, each in ALGORITHMS.items() if first in each.flags]
+            need = as_flag(ALGORITHM, " or ".join(", ".join(takers).rsplit(", ", 1)))
         elif NEEDS.get(name, name) not in given:
             need = as_flag(NEEDS[name])
         else:

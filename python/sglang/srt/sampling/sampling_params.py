@@ -13,8 +13,8 @@ GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLan
 STATIC, CONF_ADAPT = "static", "conf_adapt"
 DEFAULT_TAU = 0.9  # in messages only: there is no default threshold
 MTP_STRATEGY_RULE = (
-    f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]; as a text "{STATIC}", "{CONF_ADAPT}",'
-    f' "{CONF_ADAPT}:threshold" or such a list in JSON'
+    f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]; as a text "{STATIC}",'
+    f' "{CONF_ADAPT}:threshold", "{CONF_ADAPT}" beside mtp_conf_threshold, or such a list in JSON'
 )
 MAX_MAGNITUDE = 1e6  # of temperatures and biases: logits of float32 stay finite
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -222,7 +222,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             name = "mtp_strategy" if in_list else "mtp_conf_threshold"
             return f'{name}: static takes no threshold; use ["{CONF_ADAPT}", {DEFAULT_TAU}]'
         if strategy[0] == CONF_ADAPT and not in_list and threshold is None:
-            return f'mtp_strategy: needs a threshold, as in ["{CONF_ADAPT}", {DEFAULT_TAU}]'
+            either = f'["{CONF_ADAPT}", {DEFAULT_TAU}], or mtp_conf_threshold'
+            return f"mtp_strategy: needs a threshold, as in {either}"
         if in_list and threshold is not None and in_list[0] != threshold:
             return f"mtp_conf_threshold: {threshold:g} is not the {in_list[0]} of mtp_strategy"
         if self.mtp_verify:
