@@ -51,13 +51,13 @@ from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.adaptive_config import PRESETS, read_adaptive_config
+from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.speculative.stretches import Stretches
-from sglang.srt.speculative.tier_policy import (
+from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.tier_policy import (
     LoadAwareTier,
     RoundOutcome,
     TierParts,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.speculative.acceptance_estimate import Kind
-from sglang.srt.speculative.length_policy import LoadAwareLength
-from sglang.srt.speculative.upcoming_step import UpcomingStep
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.length_policy import LoadAwareLength
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from simulated_decode import (
     MAX_K,
     UNVERIFIED,

@@ -14,9 +14,9 @@ import pytest
 from record_acceptance import NUM_NEW, RECORDED
 from served_rounds import MAX_DRAFTS, rounds
 from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.speculative.stretches import Stretches
-from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierParts
+from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.tier_policy import LoadAwareTier, RoundOutcome, TierParts
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 LEAD_MS, COUNTED_MS = 2500.0, 7500.0

@@ -17,7 +17,7 @@ from head_rounds import MAX_ROWS, make_head
 from path_rows_cases import CASES as PATHS
 from path_rows_cases import wrong_parts as wrong_path_rows
 from round_serving import On, right_tokens, serving, setup_of
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.triton_tree_search import triton_tree_search
 from sglang.srt.speculative.drafter import ComputedStep

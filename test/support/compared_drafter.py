@@ -33,7 +33,7 @@ from eagle_models import (
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models

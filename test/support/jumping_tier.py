@@ -9,8 +9,8 @@ from unittest import mock
 
 from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 

@@ -11,7 +11,7 @@ from draft_heads import EAGLE3
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT, eagle_config_for
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models

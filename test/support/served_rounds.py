@@ -23,7 +23,7 @@ from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_planner import RoundPlanner
-from sglang.srt.speculative.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text

@@ -7,9 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.stretches import Stretches
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierPolicy
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierPolicy
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 NUM_NEW = 128  # tokens of a request

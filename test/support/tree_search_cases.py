@@ -13,7 +13,7 @@ import torch
 
 from interpreted import asked
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import TorchTreeSearch, TreeSearch
 from sglang.srt.registry import OPERATIONS, load
 

@@ -48,8 +48,8 @@ from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
 from sglang.srt.speculative.drafter import PlannedDrafter
-from sglang.srt.speculative.length_policy import FullLength, LengthPolicy
-from sglang.srt.speculative.upcoming_step import UpcomingStep
+from sglang.srt.lookahead.length_policy import FullLength, LengthPolicy
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder

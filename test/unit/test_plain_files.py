@@ -27,7 +27,7 @@ from sglang.srt.plain_files import (
 )
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.adaptive_config import read_adaptive_config
+from sglang.srt.lookahead.adaptive_config import read_adaptive_config
 from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
 from sglang.srt.tokenizer_config import read_tokenizer_config
 

@@ -136,17 +136,17 @@ DRAFTERS = Registry(
 LENGTH_POLICIES = Registry(
     "length policy",
     {
-        "full_length": "sglang.srt.speculative.length_policy:FullLength",
-        "load_aware": "sglang.srt.speculative.length_policy:LoadAwareLength",
+        "full_length": "sglang.srt.lookahead.length_policy:FullLength",
+        "load_aware": "sglang.srt.lookahead.length_policy:LoadAwareLength",
     },
 )
 TIER_POLICIES = Registry(
     "tier policy",
     {
         "adaptive": "sglang.srt.speculative.adaptive_runtime_state:AdaptiveController",
-        "fixed": "sglang.srt.speculative.tier_policy:FixedTier",
-        "load_aware": "sglang.srt.speculative.tier_policy:LoadAwareTier",
-        "matched": "sglang.srt.speculative.ngram_tier:MatchedTier",
+        "fixed": "sglang.srt.lookahead.tier_policy:FixedTier",
+        "load_aware": "sglang.srt.lookahead.tier_policy:LoadAwareTier",
+        "matched": "sglang.srt.lookahead.ngram_tier:MatchedTier",
     },
 )
 MODELS = Registry(

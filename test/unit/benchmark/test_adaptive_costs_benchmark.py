@@ -28,8 +28,8 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.processes import runtime_config
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 SMALL = ["--geometry=tiny", "--device=cpu", "--batch-sizes=2", "--max-running-requests=2"]
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from interpreted import run_interpreted
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import TorchTreeSearch
 from sglang.srt.model_executor.triton_tree_search import (
     MOST_TOPK,

@@ -22,7 +22,7 @@ from eagle_models import write_models
 from eagle_serving import Served, right_tokens, setup_for
 from jumping_tier import CHANGING, jumping_tiers, resting
 from sglang.srt.control import internal_state
-from sglang.srt.speculative.adaptive_config import parse_adaptive_config
+from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
 
 torch.set_num_threads(1)
 NUM_ROUNDS = int(os.environ.get("ADAPTIVE_STORM_ROUNDS", "1000"))  # 10,000 by hand

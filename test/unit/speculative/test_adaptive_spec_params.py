@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from code_shape import HEAVY_MODULES, ROOT, modules_that_load
-from sglang.srt.speculative.adaptive_config import (
+from sglang.srt.lookahead.adaptive_config import (
     MAX_CONFIG_BYTES,
     PRESETS,
     AdaptiveConfig,

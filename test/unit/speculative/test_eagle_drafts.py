@@ -16,7 +16,7 @@ from draft_heads import EAGLE, EAGLE3, FILE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from utils import Setup
 
 torch.set_num_threads(1)

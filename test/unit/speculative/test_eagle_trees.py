@@ -23,7 +23,7 @@ from eagle_serving import (
     tree_setup,
 )
 from pairwise import name_of, pairwise_cases
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from utils import Setup
 
 torch.set_num_threads(1)

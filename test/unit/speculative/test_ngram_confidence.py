@@ -16,7 +16,7 @@ from sglang.srt.speculative.ngram_confidence import (
     OrderedNodes,
     Trials,
 )
-from sglang.srt.speculative.ngram_tier import class_of
+from sglang.srt.lookahead.ngram_tier import class_of
 from sglang.srt.step.request_rows import confidence_of_scores
 
 NUM_ROWS, PADDING_ROW = 9, 8

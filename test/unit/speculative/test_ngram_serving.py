@@ -26,7 +26,7 @@ from sglang.srt.messages.control import AbortReq
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.speculative.ngram_worker import NgramDrafter
-from sglang.srt.speculative.tier_policy import RoundOutcome
+from sglang.srt.lookahead.tier_policy import RoundOutcome
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sglang.srt.speculative.ngram_tier import (
+from sglang.srt.lookahead.ngram_tier import (
     LONGEST_OF_CLASS,
     NUM_CLASSES,
     PRIORS,
@@ -16,8 +16,8 @@ from sglang.srt.speculative.ngram_tier import (
     class_of,
 )
 from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
 LONGEST = 18

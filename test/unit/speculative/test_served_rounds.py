@@ -13,16 +13,16 @@ import pytest
 
 from served_rounds import MAX_DRAFTS, Load, ServedRounds, batch_of, rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
-from sglang.srt.speculative.prompt_mix import (
+from sglang.srt.lookahead.prompt_mix import (
     MAX_NUMBERS,
     MEMORY_STEPS,
     ROW_GRAIN,
     PromptMix,
     round_of,
 )
-from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
+from sglang.srt.lookahead.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
+from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
 from tile_spec_decode import Text

@@ -18,7 +18,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, ON_CPU, right_tokens, serving, setup_of, submit_all
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED
-from sglang.srt.speculative.adaptive_config import parse_adaptive_config
+from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 
 torch.set_num_threads(1)

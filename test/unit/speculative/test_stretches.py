@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sglang.srt.speculative import stretches
-from sglang.srt.speculative.stretches import Stretches
+from sglang.srt.lookahead.stretches import Stretches
 
 MOST = 7
 NUM_ROWS = 32

@@ -9,10 +9,10 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.speculative.adaptive_config import parse_adaptive_config
+from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.speculative.tier_policy import (
+from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.lookahead.tier_policy import (
     PROBE_SHARE,
     PROBE_STEPS,
     FixedTier,

@@ -32,7 +32,7 @@ from round_serving import (
 from sglang.srt.control.memory_control import GRAPH_TAG
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import LogprobOptions
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.speculative.tile_spec.budget import TileSpec

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.models.draft_head import DraftHead
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.speculative.acceptance_estimate import Kind
-from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PromptChunk
 from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch

@@ -29,7 +29,7 @@ from sglang.srt.speculative.drafter import (
     PlannedDrafter,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
-from sglang.srt.speculative.length_policy import LengthPolicy
+from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 from sglang.srt.speculative.round_options import SpecRuntimeState as SpecRuntimeState
 from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 
 class AdaptiveController:

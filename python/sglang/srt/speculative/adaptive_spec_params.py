@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sglang.srt.speculative.adaptive_config import (
+from sglang.srt.lookahead.adaptive_config import (
     AdaptiveConfig,
     AdaptiveSlot,
     read_adaptive_config,

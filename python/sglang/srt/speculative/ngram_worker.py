@@ -30,7 +30,7 @@ from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfi
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
 from sglang.srt.speculative.round_planner import RoundPlanner
-from sglang.srt.speculative.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import AcceptedTokens

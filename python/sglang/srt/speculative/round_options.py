@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang.srt.model_executor.draft_shapes import DraftShape, TreeShape
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.registry import TIER_POLICIES
-from sglang.srt.speculative.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
+from sglang.srt.lookahead.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_sizes import StepWidth
 
 if TYPE_CHECKING:
-    from sglang.srt.speculative.tier_policy import TierPolicy
+    from sglang.srt.lookahead.tier_policy import TierPolicy
 
 ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
 
@@ -57,27 +58,6 @@ def runtime_states(
         )
         for tier in tiers
     }
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """Holds what a policy may choose from.
-
-    Attributes:
-        max_drafts: drafts of a request in a step, at least 1.
-        initial: the tier before anything is known, where a policy has such a one.
-        adaptive: which tiers batches of each size may have; None: not given.
-        has_trees: a tier is the first nodes of each request's tree; False: of its chain.
-    """
-
-    max_drafts: int
-    initial: int = 0
-    adaptive: AdaptiveConfig | None = None
-    has_trees: bool = False
-
-    def candidates(self, batch_size: int) -> tuple[int, ...] | None:
-        """Gives those of a batch of this size, padding included; None: not given."""
-        return None if self.adaptive is None else self.adaptive.candidates(batch_size)
 
 
 @dataclass(frozen=True, slots=True)

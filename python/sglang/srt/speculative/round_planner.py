@@ -18,11 +18,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
 from sglang.srt.speculative.left_out import LeftOutRows
-from sglang.srt.speculative.prompt_mix import PromptMix
+from sglang.srt.lookahead.prompt_mix import PromptMix
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
-from sglang.srt.speculative.stretches import Stretches
-from sglang.srt.speculative.tier_policy import (
+from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
+from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.tier_policy import (
     RoundOutcome,
     TierParts,
     same_size,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-MAX_NUM_STEPS = 63  # tokens drafted one after the other
-
 
 class SpeculativeAlgorithm(StrEnum):
     """Names what makes drafts: `--speculative-algorithm`. The flags and the options of each are in

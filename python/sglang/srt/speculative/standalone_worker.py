@@ -16,7 +16,7 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.model_executor.draft_shapes import DraftShape
+from sglang.srt.step.draft_shapes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import (

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.speculative.prompt_mix import round_of
-from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
+from sglang.srt.lookahead.prompt_mix import round_of
+from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.core import (
     Calibration,
     Floats,

@@ -28,7 +28,7 @@ import torch
 import sgl_kernel
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform

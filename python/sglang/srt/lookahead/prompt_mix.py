@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from sglang.srt.speculative.round_prices import RoundCase, UpcomingRound
+from sglang.srt.lookahead.round_prices import RoundCase, UpcomingRound
 from sglang.srt.step.worker import ScheduleBatch
 
 ROW_GRAIN = 32  # rows of prompts are rounded to multiples of it: there are few prices to compute

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sglang.srt.speculative.acceptance_estimate import Kind
+from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.step.price_table import PromptChunk, StepShape
 
 # Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 
 MAX_COSTS = 4096  # that are remembered

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
-from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
 
+MAX_NUM_STEPS = 63  # tokens drafted one after the other
 CONFIG_FLAG = "--speculative-adaptive-config"
 PRESETS = ("conservative", "aggressive")
 DEFAULT_PRESET = "conservative"

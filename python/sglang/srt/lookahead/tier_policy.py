@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
-from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
+from sglang.srt.lookahead.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
+from sglang.srt.lookahead.tier_options import TierOptions
+from sglang.srt.lookahead.round_prices import RoundPrices, UpcomingRound
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact

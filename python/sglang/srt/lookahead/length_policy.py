@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from sglang.srt.lookahead.contract import Budget, Stakes
-from sglang.srt.speculative.acceptance_estimate import (
+from sglang.srt.lookahead.acceptance_estimate import (
     FORGETTING_STEPS,
     Estimate,
     Kind,
@@ -22,7 +22,7 @@ from sglang.srt.speculative.acceptance_estimate import (
     share_with_drafts,
     with_draftless_steps,
 )
-from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
