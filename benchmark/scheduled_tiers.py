@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import torch
 
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts, TierPolicy
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_configs import EagleConfig
-from sglang.srt.speculative.round_options import RoundOptions, TierOptions
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts, TierPolicy
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 

@@ -43,18 +43,7 @@ from benchmark.scheduled_tiers import TIERS, ScheduledRounds, ScheduledTier, Tim
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.environ import Environ
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.platform import Platform, free_bytes
-from sglang.srt.processes.runtime_config import resolve
-from sglang.srt.processes.worker_factory import drafter_models, make_worker
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
-from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
-from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.tier_policy import (
@@ -63,6 +52,17 @@ from sglang.srt.lookahead.tier_policy import (
     TierParts,
     TierPolicy,
 )
+from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.platform import Platform, free_bytes
+from sglang.srt.processes.runtime_config import resolve
+from sglang.srt.processes.worker_factory import drafter_models, make_worker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
+from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.worker import Worker
 

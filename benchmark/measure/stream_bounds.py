@@ -28,11 +28,7 @@ from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.model_config import resolve_model_path
-from sglang.srt.processes.runtime_config import RuntimeConfig
-from sglang.srt.processes.worker_factory import make_prompt_budget
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.scheduling.prompt_budget import (
+from sglang.srt.lookahead.prompt_budget import (
     SHARE_OF_OTHERS,
     BoundedBudget,
     DecodeLoad,
@@ -41,6 +37,10 @@ from sglang.srt.scheduling.prompt_budget import (
     PromptBudget,
     make_budget,
 )
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.processes.runtime_config import RuntimeConfig
+from sglang.srt.processes.worker_factory import make_prompt_budget
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.step.price_table import PriceTable
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import LoadAwareLength
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from simulated_decode import (

@@ -13,9 +13,9 @@ import pytest
 
 from record_acceptance import NUM_NEW, RECORDED
 from served_rounds import MAX_DRAFTS, rounds
-from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import LoadAwareTier, RoundOutcome, TierParts
 
 LAG = 2  # steps that are launched and not read when a tier is chosen

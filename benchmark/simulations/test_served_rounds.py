@@ -18,8 +18,8 @@ from served_rounds import MAX_DRAFTS, Load, ServedRounds
 from sglang.srt.lookahead.prompt_mix import (
     PromptMix,
 )
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.lookahead.tier_policy import LoadAwareTier
+from sglang.srt.speculative.round_options import RoundOptions
 from tile_spec_decode import Text
 
 SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97, 0.05)

@@ -15,12 +15,12 @@ import torch
 from mtp_oracle import load_reference
 from oracle import MAX_SHARE, code_snippets, first_divergence
 from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.lookahead.length_policy import FullLength
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.tokenizer import load_tokenizer
 from sglang.srt.workers.tp_worker import TpModelWorker
 from target import MAX_GAPS

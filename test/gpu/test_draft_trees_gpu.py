@@ -17,11 +17,11 @@ from head_rounds import MAX_ROWS, make_head
 from path_rows_cases import CASES as PATHS
 from path_rows_cases import wrong_parts as wrong_path_rows
 from round_serving import On, right_tokens, serving, setup_of
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.triton_tree_search import triton_tree_search
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.triton_kept_paths import triton_path_rows
+from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 from tree_search_cases import RARE, arguments_of, children, wrong_parts
 from tree_search_cases import SHAPES as FOUND

@@ -53,9 +53,10 @@ MAY_IMPORT = {
     "function_call": "parser base",
     "messages": "base",
     "frontend": "messages constrained base",
-    "scheduling": "messages constrained step layers mem_cache base",
+    "scheduling": "lookahead messages constrained step layers mem_cache base",
     "control": "scheduling frontend messages utils weight_sync base",
-    "managers": "control scheduling frontend messages constrained utils step mem_cache base",
+    "managers": "control scheduling frontend messages constrained lookahead utils step mem_cache"
+    " base",
     "processes": "managers control scheduling frontend messages constrained"
     " mtp workers speculative lookahead model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend function_call parser messages constrained"

@@ -33,7 +33,6 @@ from eagle_models import (
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
@@ -42,6 +41,7 @@ from sglang.srt.speculative.draft_steps import DraftSteps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_worker import EagleDrafter
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.worker import ScheduleBatch
 from utils import Setup, make_execution
 

@@ -16,9 +16,9 @@ from draft_heads import EAGLE, EAGLE3
 from head_rounds import HIDDEN_SIZE, WRITERS, make_head
 from interpreted import asked
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.step.draft_shapes import TreeShape
 from utils import VOCAB_SIZE, make_random_llama
 
 ROWS = [4, 1, 7]

@@ -13,12 +13,12 @@ from drafted_serving import Drafted, params_of, prompts
 from drafter_checks import DraftCounter, asking_requests, assert_same
 from eagle_models import CONTEXT, VOCAB, eagle_config_for
 from sglang.srt.messages.control import ContinueGenerationReq, MemoryOccupationReq
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import PriceTable
 from utils import Setup, make_execution
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from sglang.srt.registry import TIER_POLICIES
-from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
+from sglang.srt.registry import TIER_POLICIES
 
 JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.scheduling.prompt_budget import PromptBudget
 from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, ScheduleBatch

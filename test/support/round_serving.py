@@ -11,12 +11,12 @@ from draft_heads import EAGLE3
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT, eagle_config_for
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs, VerifiedStep

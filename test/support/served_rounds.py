@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_planner import RoundPlanner
-from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED
-from sglang.srt.lookahead.contract import Budget
-from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, PriceTable
 
 MAX_K = 8

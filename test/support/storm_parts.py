@@ -28,13 +28,13 @@ from ngram_serving import ngram_config
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
 from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.model_config import load_model_config
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 from storm_control import Weights

@@ -12,12 +12,12 @@ import torch
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.speculative.drafter import plan_of_drafts
-from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import LoadAwareTier, RoundOutcome, TierParts
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult, ScheduleBatch

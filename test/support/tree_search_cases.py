@@ -13,9 +13,9 @@ import torch
 
 from interpreted import asked
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import TorchTreeSearch, TreeSearch
 from sglang.srt.registry import OPERATIONS, load
+from sglang.srt.step.draft_shapes import TreeShape
 
 VOCAB, DRAFT_VOCAB, NUM_ROWS, WIDTH = 9000, 700, 150, 160
 FIELDS = ("input_ids", "positions", "slots", "rows", "kv_lens", "ancestors", "tree_starts")

@@ -16,6 +16,9 @@ from fake_weights import FakeWeights
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import FullLength, LengthPolicy
+from sglang.srt.lookahead.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.managers.scheduler import (
     NO_DEBUG,
     Scheduler,
@@ -45,11 +48,8 @@ from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import DEFAULT_OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
-from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
 from sglang.srt.speculative.drafter import PlannedDrafter
-from sglang.srt.lookahead.length_policy import FullLength, LengthPolicy
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder

@@ -25,11 +25,11 @@ from benchmark.random_model import random_head, random_model
 from benchmark.report.speculation_tables import adaptive_costs as table_of
 from benchmark.scheduled_tiers import TIERS, ScheduledTier
 from recorded_graphs import recorded_graphs, replayable_backends
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 from sglang.srt.processes import runtime_config
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 SMALL = ["--geometry=tiny", "--device=cpu", "--batch-sizes=2", "--max-running-requests=2"]
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from benchmark.measure.long_prompts import CASES, Case
 from benchmark.random_model import GEOMETRIES, LLAMA_8B
 from benchmark.sse_client import StreamClient, StreamedAnswer, StreamError, last_event
 from priced_server import h100
-from sglang.srt.scheduling.prompt_budget import DecodeLoad, FixedBudget
+from sglang.srt.lookahead.prompt_budget import DecodeLoad, FixedBudget
 
 TINY = GEOMETRIES["tiny"]
 

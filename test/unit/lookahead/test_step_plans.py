@@ -20,9 +20,9 @@ from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.mtp.mask_drafter import MaskPlanner
 from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
 

@@ -21,10 +21,10 @@ from recorded_graphs import RecordedGraph, recorded_graphs, replayable_backends
 from sgl_kernel import argmax_logprob
 from sglang.srt.layers.forward_batch import DRAFT_STEPS, ForwardBatch
 from sglang.srt.model_executor.draft_passes import Drafts
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import _best_nodes, _Found
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.step.draft_shapes import TreeShape
 
 BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 SHAPES = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from interpreted import run_interpreted
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import TorchTreeSearch
 from sglang.srt.model_executor.triton_tree_search import (
     MOST_TOPK,
     TritonTreeSearch,
     triton_tree_search,
 )
+from sglang.srt.step.draft_shapes import TreeShape
 from tree_search_cases import CASES, arguments_of
 
 

@@ -22,11 +22,11 @@ from mtp_oracle import (
 )
 from oracle import MAX_GAP, code_snippets, first_divergence, most_near_ties
 from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
-from sglang.srt.lookahead.length_policy import FullLength
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.tokenizer import load_tokenizer
 from target import TARGET
 from utils import (

@@ -17,11 +17,11 @@ import torch
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import TOO_MANY_KEPT, LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.lookahead.length_policy import FullLength
-from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import (

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sglang.srt.lookahead.contract import Budget, StepPlan
+from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mtp.mask_drafter import MaskPlanner, MTPConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.lookahead.length_policy import FullLength
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 MAX_K = 4

@@ -13,10 +13,10 @@ from draft_heads import write_eagle, write_eagle3
 from drafter_checks import make_drafter_runners
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import RuntimeConfig, with_drafter
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
+from sglang.srt.step.draft_shapes import TreeShape
 from speculation_flags_cases import refusal, resolved
 from utils import Setup
 

@@ -15,6 +15,7 @@ from sglang.srt.environ import Environ
 from sglang.srt.flag_values import flags_of
 from sglang.srt.host import Host
 from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.lookahead.prompt_budget import BoundedBudget
 from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
@@ -52,7 +53,6 @@ from sglang.srt.registry import (
     Registry,
     load,
 )
-from sglang.srt.scheduling.prompt_budget import BoundedBudget
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from utils import make_random_llama

@@ -9,8 +9,7 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, GraphKey
-from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.scheduling.prompt_budget import (
+from sglang.srt.lookahead.prompt_budget import (
     MAX_EXCESS,
     MIN_PROMPT_TOKENS,
     PRICE_MARGIN,
@@ -22,6 +21,7 @@ from sglang.srt.scheduling.prompt_budget import (
     PromptAllowance,
     make_budget,
 )
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape, no_graphs
 
 LARGEST = 8192

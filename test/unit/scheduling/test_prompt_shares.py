@@ -9,13 +9,13 @@ from functools import partial
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
-from sglang.srt.scheduling.batch_planner import MAX_PASSED
-from sglang.srt.scheduling.prompt_budget import (
+from sglang.srt.lookahead.prompt_budget import (
     MIN_EXCESS,
     MIN_PROMPT_TOKENS,
     PRICE_MARGIN,
     BoundedBudget,
 )
+from sglang.srt.scheduling.batch_planner import MAX_PASSED
 from sglang.srt.scheduling.step_builder import ENDING_SHARE
 from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape, no_graphs
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch

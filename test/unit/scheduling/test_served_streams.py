@@ -12,7 +12,7 @@ import pytest
 
 from priced_server import Ask, PricedServer, Step, Told, h100, noisy
 from sglang.benchmark.metrics import percentile
-from sglang.srt.scheduling.prompt_budget import (
+from sglang.srt.lookahead.prompt_budget import (
     MIN_PROMPT_TOKENS,
     SHARE_OF_OTHERS,
     BoundedBudget,

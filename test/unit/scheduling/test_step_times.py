@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker
+from sglang.srt.lookahead.prompt_budget import DecodeLoad, PromptAllowance
 from sglang.srt.messages.control import ContinueGenerationReq, PauseGenerationReq
 from sglang.srt.messages.requests import LogprobOptions
-from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance
 from sglang.srt.scheduling.step_times import StepTimes
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 from utils import SchedulerHarness, Setup

@@ -21,10 +21,10 @@ from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
 from model_harness import Model
 from ngram_serving import ngram_config
 from sglang.srt.messages.requests import LogprobOptions
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
 from sglang.srt.speculative.spec_info import NGRAM
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.step_ops import NUM_PROMPT, ROW
 from threshold_oracle import LogitsBehind, Round
 from utils import Collected, Setup

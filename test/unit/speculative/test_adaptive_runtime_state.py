@@ -12,17 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.lookahead.adaptive_config import (
     MAX_BATCH_SIZE,
     AdaptiveConfig,
     parse_adaptive_config,
 )
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts, same_size
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
-from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, TierOptions, runtime_states
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts, same_size
+from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, runtime_states
 from simulated_rounds import LAG
 
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}

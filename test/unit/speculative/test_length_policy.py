@@ -13,14 +13,8 @@ from unittest import mock
 
 import pytest
 
-from sglang.srt.lookahead.contract import Budget
-from sglang.srt.model_executor.price_measurement import PriceMeter
-from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.mtp.mask_drafter import MTPConfig
-from sglang.srt.processes.worker_factory import make_worker
-from sglang.srt.registry import LENGTH_POLICIES
 from sglang.srt.lookahead.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
-from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import (
     TRIAL_SHARE,
     FullLength,
@@ -28,6 +22,12 @@ from sglang.srt.lookahead.length_policy import (
     LoadAwareLength,
 )
 from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.mtp.mask_drafter import MTPConfig
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.registry import LENGTH_POLICIES
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, no_graphs
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner

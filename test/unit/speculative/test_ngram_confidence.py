@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from sglang.srt.lookahead.ngram_tier import class_of
 from sglang.srt.speculative.ngram_confidence import (
     PRIOR_TRIALS,
     BranchConfidence,
     OrderedNodes,
     Trials,
 )
-from sglang.srt.lookahead.ngram_tier import class_of
 from sglang.srt.step.request_rows import confidence_of_scores
 
 NUM_ROWS, PADDING_ROW = 9, 8

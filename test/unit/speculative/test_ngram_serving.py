@@ -22,11 +22,11 @@ from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.tier_policy import RoundOutcome
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.speculative.ngram_worker import NgramDrafter
-from sglang.srt.lookahead.tier_policy import RoundOutcome
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 

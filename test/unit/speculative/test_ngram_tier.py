@@ -15,8 +15,8 @@ from sglang.srt.lookahead.ngram_tier import (
     MatchedTier,
     class_of,
 )
-from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch

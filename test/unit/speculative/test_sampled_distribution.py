@@ -19,9 +19,9 @@ from drafter_checks import DraftCounter, make_drafter_runners
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
 from model_harness import Model
 from ngram_serving import ngram_config
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.speculative.drafter_options import EXACT, AcceptThresholds
 from sglang.srt.speculative.spec_info import NGRAM
+from sglang.srt.step.draft_shapes import TreeShape
 from utils import Setup
 
 torch.set_num_threads(1)

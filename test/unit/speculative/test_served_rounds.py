@@ -21,8 +21,8 @@ from sglang.srt.lookahead.prompt_mix import (
     round_of,
 )
 from sglang.srt.lookahead.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
 from tile_spec_decode import Text

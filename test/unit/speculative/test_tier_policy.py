@@ -8,10 +8,9 @@ import random
 import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
-from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import (
     PROBE_SHARE,
     PROBE_STEPS,
@@ -21,6 +20,7 @@ from sglang.srt.lookahead.tier_policy import (
     best_tier,
     hopeful_tiers,
 )
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, StepShape
 from simulated_rounds import H200_MS, Decoding, ListedRounds, best_ms_per_token
 

@@ -14,9 +14,9 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.drafter import plan_of_drafts
-from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.budget import (
     LOOK_STEPS,
     CutRounds,

@@ -29,10 +29,10 @@ from pairwise import name_of, pairwise_cases
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import serving, setup_of
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.speculative.drafter import ComputedStep, plan_of_drafts
 from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase
+from sglang.srt.speculative.drafter import ComputedStep, plan_of_drafts
 from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, confirmed_nodes
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.step_ops import Q_LEN
 from sglang.srt.step.worker import HostResult

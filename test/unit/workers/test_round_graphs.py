@@ -32,11 +32,11 @@ from round_serving import (
 from sglang.srt.control.memory_control import GRAPH_TAG
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import LogprobOptions
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.speculative.tile_spec.budget import TileSpec
 from sglang.srt.speculative.tile_spec.core import LatencyTable
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.workers.round_graphs import RoundGraphs
 from tile_spec_rounds import DEAR_ROWS, free_drafts
 

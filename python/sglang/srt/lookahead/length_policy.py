@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from sglang.srt.lookahead.contract import Budget, Stakes
 from sglang.srt.lookahead.acceptance_estimate import (
     FORGETTING_STEPS,
     Estimate,
@@ -22,6 +21,7 @@ from sglang.srt.lookahead.acceptance_estimate import (
     share_with_drafts,
     with_draftless_steps,
 )
+from sglang.srt.lookahead.contract import Budget, Stakes
 from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 

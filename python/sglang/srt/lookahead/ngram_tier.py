@@ -12,8 +12,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Sequence
 
-from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import (
     LEAST_GAIN,
     PROBE_SHARE,

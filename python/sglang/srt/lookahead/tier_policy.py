@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from sglang.srt.lookahead.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
-from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.round_prices import RoundPrices, UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact

@@ -18,6 +18,7 @@ from sglang.srt.control.control import Control, ModelResources
 from sglang.srt.control.decode_log import DecodeLog
 from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.garbage import keep_out_of_collections
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION
@@ -28,7 +29,6 @@ from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, Planner
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.grammar_constraint import with_constraint
 from sglang.srt.scheduling.invariants import InvariantChecker
-from sglang.srt.scheduling.prompt_budget import PromptBudget
 from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import DraftPrices
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.step.draft_shapes import TreeShape
 
 
 class DraftedTrees(NamedTuple):

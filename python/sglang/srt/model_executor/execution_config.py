@@ -9,8 +9,8 @@ from functools import cached_property
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.step.draft_shapes import DraftShape
 from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.step.draft_shapes import DraftShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
 from sglang.srt.model_executor.draft_passes import DraftPass, Drafts
-from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftTreePass
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
@@ -25,6 +24,7 @@ from sglang.srt.model_executor.runner_graphs import RunnerGraphs, keys_of_draft_
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.platform import memory_for
 from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.step_ops import StepOps
 
 logger = logging.getLogger(__name__)

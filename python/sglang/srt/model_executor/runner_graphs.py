@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory, Replay
 from sglang.srt.model_executor.draft_passes import Drafts
-from sglang.srt.step.draft_shapes import DraftShape, num_steps_of
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.step.draft_shapes import DraftShape, num_steps_of
 
 
 class RunnerGraphs:

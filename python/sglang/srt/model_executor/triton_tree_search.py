@@ -10,8 +10,8 @@ import triton.language as tl
 
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.triton_launch import begin, dependent_launch
-from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, TorchTreeSearch, TreeSearch
+from sglang.srt.step.draft_shapes import TreeShape
 
 MOST_TOPK = 16  # largest K: a program compares all K * K children of a beam with each other
 BEST_BLOCK = 32  # nodes of a program of `best_kernel`

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PromptChunk
 from sglang.srt.step.step_ops import PackedSize, StepCounts

@@ -16,6 +16,7 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.lookahead_rows import LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
@@ -29,7 +30,6 @@ from sglang.srt.speculative.drafter import (
     PlannedDrafter,
 )
 from sglang.srt.speculative.drafter_options import DrafterNeeds
-from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch

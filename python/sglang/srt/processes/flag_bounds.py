@@ -6,10 +6,10 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 from sglang.srt.flag_values import as_flag
-from sglang.srt.step.draft_shapes import MAX_ROWS
+from sglang.srt.lookahead.adaptive_config import MAX_NUM_STEPS
 from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.lookahead.adaptive_config import MAX_NUM_STEPS
+from sglang.srt.step.draft_shapes import MAX_ROWS
 
 UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
 AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sglang.srt.lookahead.prompt_budget import PromptBudget, make_budget
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
@@ -16,7 +17,6 @@ from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.kept_prices import kept_or_measured
 from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
-from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
 from sglang.srt.speculative.confirm import Confirm, ConfirmByThresholds, ConfirmSoMany
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, DrafterType, PlannedDrafter
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sglang.srt.scheduling.prompt_budget import (
+from sglang.srt.lookahead.prompt_budget import (
     DecodeLoad,
     FixedBudget,
     PromptBudget,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang.srt.layers.logit_adjustments import RowAdjustments
+from sglang.srt.lookahead.prompt_budget import PromptAllowance
 from sglang.srt.mem_cache.kv_ledger import KVLedger, PageTableWrites
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
-from sglang.srt.scheduling.prompt_budget import PromptAllowance
 from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.step.worker import EndedText, NewRow, ScheduleBatch
 

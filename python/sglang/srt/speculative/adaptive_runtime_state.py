@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang.srt.lookahead.round_prices import UpcomingRound
+from sglang.srt.lookahead.tier_options import TierOptions
+from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 from sglang.srt.speculative.round_options import SpecRuntimeState as SpecRuntimeState
-from sglang.srt.speculative.round_options import TierOptions
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
 
 
 class AdaptiveController:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 
 

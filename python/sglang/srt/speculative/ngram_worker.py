@@ -14,6 +14,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import load
 from sglang.srt.speculative.drafter import (
@@ -30,7 +31,6 @@ from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfi
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
 from sglang.srt.speculative.round_planner import RoundPlanner
-from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import AcceptedTokens

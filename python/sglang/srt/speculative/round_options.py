@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang.srt.step.draft_shapes import DraftShape, TreeShape
+from sglang.srt.lookahead.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
 from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.registry import TIER_POLICIES
-from sglang.srt.lookahead.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
 from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.step_sizes import StepWidth
 
 if TYPE_CHECKING:

@@ -14,12 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from sglang.srt.lookahead.contract import Planner, StepPlan, StepRecord
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.draft_steps import drafts_of_requests
-from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
-from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.lookahead.prompt_mix import PromptMix
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.tier_policy import (
@@ -27,6 +22,11 @@ from sglang.srt.lookahead.tier_policy import (
     TierParts,
     same_size,
 )
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.draft_steps import drafts_of_requests
+from sglang.srt.speculative.drafter import DrafterParts, plan_of_drafts
+from sglang.srt.speculative.left_out import LeftOutRows
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch

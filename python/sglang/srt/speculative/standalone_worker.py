@@ -16,7 +16,6 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.step.draft_shapes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import (
@@ -37,6 +36,7 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.step.draft_shapes import DraftShape
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 
 
