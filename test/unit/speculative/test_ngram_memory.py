@@ -17,9 +17,9 @@ from eagle_models import CONTEXT, VOCAB, write_models
 from eagle_serving import setup_for
 from ngram_serving import Served, ngram_config
 from sglang.srt.control import internal_state
+from sglang.srt.lookahead import round_prices
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative import round_prices
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import EndedText, NewRow

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from eagle_serving import right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.tier_policy import RoundOutcome
 from sglang.srt.messages.control import AbortReq
@@ -492,14 +490,3 @@ def test_sequences_of_random_tokens_have_drafts_of_no_place(target: Path) -> Non
         assert drafted[0][1:] == [behind[j % len(behind)] for j in range(3)]
     else:
         assert drafted[0] == [first] * 4
-
-
-def test_trees_are_refused_where_attention_knows_none(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = TorchNativeBackend.capabilities()
-    without = replace(known, tree_masks=False)
-    monkeypatch.setattr(TorchNativeBackend, "capabilities", lambda: without)
-    with pytest.raises(ValueError, match=r"max-bfs-breadth: --attention-backend torch_native kn"):
-        Served(target, ngram_config(5, breadth=2))
-    Served(target, ngram_config(5, breadth=1))

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from sglang.srt.lookahead import stretches
 from sglang.srt.lookahead.stretches import Stretches
-from sglang.srt.speculative import stretches
 
 MOST = 7
 NUM_ROWS = 32

@@ -81,7 +81,7 @@ def resolve(
     device = _device(args, platform)
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
-    captures = device != "cpu" and not args.disable_cuda_graph
+    captures = _captures_graphs(args, device)
     planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
         model=model,
@@ -223,6 +223,10 @@ def _drafter(
     if drafter is not None or mask is None:
         return drafter
     return DrafterConfig("mtp", _mtp(args, mask, environ, execution))
+
+
+def _captures_graphs(args: ServerArgs, device: str) -> bool:
+    return device != "cpu" and not args.disable_cuda_graph
 
 
 def _check_masks(config: RuntimeConfig, max_rows: int) -> None:

@@ -157,7 +157,7 @@ def _without_idle_switches(asked: Asked, algorithm: Algorithm | None) -> ServerA
     idle: dict[str, Any] = {name: False for name in reasons if vars(args)[name]}
     for name in idle:
         logger.warning("%s has no effect here: %s.", as_flag(name), reasons[name])
-    return replace(args, **idle)
+    return replace(args, **idle) if idle else args
 
 
 def _eagle(architecture: str, asked: Asked) -> EagleConfig:
