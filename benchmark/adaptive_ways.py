@@ -77,7 +77,7 @@ class Texts:
         self._code, self.source = held_out_prompts(folder, num_code, self._length, arguments.seed)
 
     def draw(self, kind: str, count: int, seed: int) -> list[list[int]]:
-        """So many prompts, the same for the same seed."""
+        """Returns prompts, the same for the same seed."""
         if kind == PREDICTABLE:
             return random.Random(seed).sample(self._code, count)
         return random_prompts(count, self._length, self._vocab_size, seed)

@@ -95,7 +95,7 @@ def summarize(answers: Sequence[StreamedAnswer], seconds: float) -> dict[str, An
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each figure over the runs."""
+    """Summarizes each figure over the runs."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 

@@ -43,12 +43,12 @@ class EngineWay:
 
     @property
     def serving(self) -> tuple[Any, ...]:
-        """What its Engine depends on: ways for which it is equal share one."""
+        """The flags of its Engine: ways for which they are equal share one."""
         return self.flags, self.is_drafted, self.verified_drafts
 
     @property
     def measures_prices(self) -> bool:
-        """Whether its Engine measures prices of steps when it starts."""
+        """Tells whether its Engine measures prices of steps when it starts."""
         flags = self.flags
         if flags.get("tile_spec") or flags.get("mtp_load_aware_k"):
             return True

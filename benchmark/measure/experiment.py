@@ -39,7 +39,7 @@ START_LIMIT_S = 240.0
 
 
 class Load(NamedTuple):
-    """So many requests at once, of one text."""
+    """A number of requests at once, of one text."""
 
     requests: int
     text: str
@@ -49,7 +49,7 @@ class Load(NamedTuple):
 
 
 class Servings:
-    """What serves the ways: Engines, and a server for those over HTTP; they end with the stack."""
+    """Serves the ways: Engines, and a server for those over HTTP; they end with the stack."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Servings:
             keep_out_of_collections()  # as a server does; an Engine leaves that to its caller
 
     def of(self, name: str, text: Text) -> AsyncEngine:
-        """What answers requests of a way."""
+        """Gives the server of a way."""
         way = self._ways[name]
         if way.route is not None:
             return HttpStreams(self.port, way.route)

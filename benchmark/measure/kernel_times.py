@@ -70,7 +70,7 @@ class Event(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for."""
+    """Names the purpose of a kernel."""
     for kind, words in KINDS:
         if any(word.lower() in name.lower() for word in words):
             return kind
@@ -79,7 +79,7 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """What is profiled: a GPU's kernels, or a CPU's operations, to try the command."""
+    """Names what is profiled: a GPU's kernels, or a CPU's operations, to try the command."""
 
     has_gpu: bool
 
@@ -152,7 +152,7 @@ def sums(events: Iterable[Event], num_steps: int) -> dict[str, Any]:
 
 
 def print_times(row: dict[str, Any]) -> None:
-    """What `sums` found, for the terminal."""
+    """Renders the sums for the terminal."""
     print(f"  idle {row['idle_us']:.0f} us, {row['kernels_per_step']:.0f} kernels, by kind:")
     print("  " + ", ".join(f"{kind} {us:.0f}" for kind, us in row["kinds_us"].items()))
     for gap in row["gaps"]:

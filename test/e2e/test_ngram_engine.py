@@ -23,7 +23,7 @@ PROB = {"speculative_ngram_match_type": "PROB"}
 
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
-    """What transformers gives for PROMPTS and UNKNOWN."""
+    """Outputs of transformers for PROMPTS and UNKNOWN."""
     return greedy_outputs([*PROMPTS, UNKNOWN], NUM_TOKENS)
 
 
@@ -39,7 +39,7 @@ def corpus(right: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def answers(**flags: Any) -> list[dict[str, Any]]:
-    """Of PROMPTS and UNKNOWN, one after the other, each with a key of its own."""
+    """Outputs for PROMPTS and UNKNOWN, one after the other, each with a key of its own."""
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
     with sglang.Engine(
         model_path="demo",

@@ -16,7 +16,7 @@ LEFT_IN_PLACE = ("demo_models", "build", "*.so", "*.egg-info", "tests")
 
 
 class Change(NamedTuple):
-    """What an addition does to a file.
+    """The edit of one file by an addition.
 
     Attributes:
         path: from the repository's root.
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """What one page describes.
+    """The addition that one page describes.
 
     Attributes:
         example: the file of the page's own example, in whose place is a new one; None: there is no

@@ -37,7 +37,7 @@ VISIBLE = 10  # how many times the bound a wrong number must exceed
 
 @torch.no_grad()
 def compare(source: Path, inflated: Path) -> dict[str, float]:
-    """How far two checkpoints are apart in transformers, in float32, on Python source and masks.
+    """Measures how far two checkpoints are apart in transformers, in float32, on Python source and masks.
 
     Returns:
         logits: largest difference of a logit of the real vocabulary, at any position.
@@ -75,7 +75,7 @@ def compare(source: Path, inflated: Path) -> dict[str, float]:
 
 
 def problems_of(found: Mapping[str, float]) -> list[str]:
-    """What in a comparison is more than rounding.
+    """Lists what in a comparison is more than rounding.
 
     `noise` is what float32 costs the small model. The large one sums in other orders and has noise
     of its own, of that size; so the two are within twice the noise, and the bound is four times.

@@ -64,7 +64,7 @@ def prompt() -> list[int]:
 
 
 def rounds(prompt: list[int], model: CachedModel, ahead: LookAhead) -> list[list[int]]:
-    """What each step emits, up to NUM_TOKENS."""
+    """Returns the tokens that each step emits, NUM_TOKENS in all."""
     request, found, left = Request(list(prompt)), list[list[int]](), NUM_TOKENS
     while left > 0:
         found.append(one_round(request, model, ahead)[:left])
