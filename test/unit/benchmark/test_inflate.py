@@ -37,7 +37,7 @@ VISIBLE = 10  # how many times the bound a wrong number must exceed
 
 @torch.no_grad()
 def compare(source: Path, inflated: Path) -> dict[str, float]:
-    """Measures how far two checkpoints are apart in transformers, in float32, on Python source and masks.
+    """Measures the distance of two checkpoints in transformers, float32, on source and masks.
 
     Returns:
         logits: largest difference of a logit of the real vocabulary, at any position.
