@@ -242,7 +242,7 @@ def test_the_real_build_covers_what_sources_ask_of_an_architecture() -> None:
     assert set(asked) == {">= 900"}, "Build for one more in ARCHITECTURES."
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_real_compiler_makes_a_library_without_warnings_and_spills(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

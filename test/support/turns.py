@@ -1,14 +1,13 @@
-"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes half, or of those
-marked `long_matrix(n)` an n-th: what is compiled or interpreted is the same until a kernel changes.
+"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes half.
 
-TEST_TURN says which part: a number draws it, `rest-of-NUMBER` is the rest alone, and without it all
-tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI's is the commit's.
+TEST_TURN says which half: a number draws it, `rest-of-NUMBER` is the other half alone, and without
+it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 REST_OF = "rest-of-"
 
@@ -18,20 +17,15 @@ def is_rest(turn: str) -> bool:
     return turn.startswith(REST_OF)
 
 
-def chosen(turn: str, tests: Mapping[str, int]) -> set[str]:
-    """Draws a part of each test function's cases by their ids, rounded up or down by chance.
-    Processes of one run draw the same.
-
-    Args:
-        tests: into how many parts the cases are divided, by id.
-    """
+def chosen(turn: str, tests: Iterable[str]) -> set[str]:
+    """Draws half of each test function's cases by their ids; of an odd number the larger half or
+    the smaller. Processes of one run draw the same."""
     functions: dict[str, list[str]] = {}
     for test in tests:
         functions.setdefault(test.partition("[")[0], []).append(test)
     found: set[str] = set()
     for function, cases in functions.items():
         drawn = random.Random(f"{turn.removeprefix(REST_OF)} {function}")
-        num_parts = tests[cases[0]]
-        part = drawn.sample(cases, (len(cases) + drawn.randrange(num_parts)) // num_parts)
-        found.update(set(cases) - set(part) if is_rest(turn) else part)
+        half = drawn.sample(cases, (len(cases) + drawn.randrange(2)) // 2)
+        found.update(set(cases) - set(half) if is_rest(turn) else half)
     return found

@@ -28,7 +28,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
     return run_interpreted("support/attention_cases.py", "triton", request)
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", [*CASES, *MORE_CASES, "draft steps"])
 def test_interpreted_kernels_equal_the_oracle(errors: dict[str, float | str], name: str) -> None:
     error = errors[name]
@@ -36,13 +36,13 @@ def test_interpreted_kernels_equal_the_oracle(errors: dict[str, float | str], na
     assert error <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_that_hide_nothing_change_no_bit(errors: dict[str, float | str], name: str) -> None:
     assert errors[name] == 0.0
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", PACKED_WHOLE)
 def test_a_packed_step_of_all_rows_changes_no_bit(
     errors: dict[str, float | str], name: str
@@ -55,7 +55,7 @@ def test_kv_is_gathered_side_by_side(errors: dict[str, float | str], name: str) 
     assert errors[name] == ""
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", OUTSIDE_CASES)
 def test_a_length_past_its_row_reads_nothing_there_and_is_told(
     errors: dict[str, float | str], name: str

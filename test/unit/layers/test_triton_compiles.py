@@ -432,13 +432,13 @@ def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
     assert compiled(KERNELS[name], capability, dtype).asm["cubin"]
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("name", "capability", "dtype"), OTHERS)
 def test_another_variant_compiles(name: str, capability: int, dtype: str) -> None:
     assert compiled(KERNELS[name], capability, dtype).asm["cubin"]
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("head_dim", "group", "dtype", "has_window", "has_holes"),
     [
@@ -527,7 +527,7 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
         assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_attention_fits_into_the_shared_memory(

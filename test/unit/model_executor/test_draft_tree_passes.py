@@ -226,7 +226,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
     return run_interpreted("support/draft_tree_cases.py", "triton", request)
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_draft_the_same_trees(
     errors: dict[str, float | str], case: str

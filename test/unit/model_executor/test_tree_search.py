@@ -20,7 +20,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, float | str]:
     return run_interpreted("support/tree_search_cases.py", "triton", request)
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_find_the_same_trees(found: dict[str, float | str], case: str) -> None:
     """Of random children, many of them equal, in whatever order; of several requests at once."""

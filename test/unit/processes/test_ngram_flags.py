@@ -148,6 +148,7 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"ngram_external_corpus_max_tokens": 9}, f"corpus-max-tokens needs {CORPUS}"),
         ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be a whole number from 2 to"),
         ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
+        ({"adaptive_config": "aggressive"}, "leave it out: NGRAM follows --speculative-load-aware"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:

@@ -19,7 +19,7 @@ def test_torch_finds_the_rows(case: str) -> None:
     assert wrong_parts(torch_path_rows, *CASES[case], "cpu") == []
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_an_interpreted_kernel_finds_the_rows(found: dict[str, float | str], case: str) -> None:
     assert found[case] == ""

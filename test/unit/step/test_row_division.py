@@ -24,7 +24,7 @@ def test_torch(name: str) -> None:
     assert CASES[name]("torch", "cpu", 12) == []
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_triton(differences: dict[str, float | str], name: str) -> None:
     assert differences[name] == ""

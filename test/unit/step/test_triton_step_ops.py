@@ -17,7 +17,7 @@ def differences(request: pytest.FixtureRequest) -> dict[str, float | str]:
     return run_interpreted("support/step_ops_cases.py", "triton", request)
 
 
-@pytest.mark.long_matrix(4)
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", [*CASES, *OUTSIDE_CASES])
 def test_interpreted_triton(differences: dict[str, float | str], name: str) -> None:
     assert differences[name] == ""

@@ -28,15 +28,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Drafts of each kind that are remembered of what runs now: those of the last MEMORY_STEPS steps,
+# Drafts of each kind that are remembered of what runs now: MEMORY_STEPS for each request of a step,
 # LEAST_MEMORY at least; and of all that has run.
 MEMORY_STEPS, LEAST_MEMORY, PAST_MEMORY = 4.0, 32.0, 512.0
 PAST_TRIALS = 6.0  # drafts that the past counts as beside what runs now
 FORGETTING_STEPS = 100.0  # a step without drafts of a kind forgets 1/100 of what is known of now
-FIRST_CHANCE, FIRST_TRIALS = (
-    0.6,
-    2.0,
-)  # before any draft was tried, and the drafts that it counts as
+# Before any draft was tried a draft is right with this chance, which counts as FIRST_TRIALS drafts.
+FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # every stretch ends
 
 

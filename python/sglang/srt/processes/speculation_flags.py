@@ -229,6 +229,8 @@ ALGORITHMS = {
         instead={
             TOPK: f"leave it out: NGRAM drafts trees by {as_flag(MAX_BREADTH)}",
             ADAPTIVE: f"with NGRAM the number of drafts follows {as_flag(LOAD_AWARE)}",
+            CONFIG: f"leave it out: NGRAM follows {as_flag(LOAD_AWARE)}",
+            "speculative_adaptive_strategy": f"leave it out: NGRAM follows {as_flag(LOAD_AWARE)}",
         },
     ),
 }
