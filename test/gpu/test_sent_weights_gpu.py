@@ -88,7 +88,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sglang.Engine]:
     model = make_model_dir(tmp_path_factory.mktemp("model"))
-    flags: dict[str, Any] = {"load_format": "dummy", "mem_fraction_static": 0.1}
+    flags: dict[str, Any] = {"load_format": "dummy", "max_total_tokens": 4096}
     with sglang.Engine(model_path=str(model), allow_pickled_weights=True, **flags) as engine:
         yield engine
 

@@ -11,7 +11,7 @@ from sglang.srt.registry import OPERATIONS
 from sglang.srt.step import triton_row_division as division
 from sglang.srt.step import triton_row_packing as packing
 from sglang.srt.step import triton_step_ops as steps
-from sglang.srt.step.triton_commit_run import commit_run_kernel
+from sglang.srt.step.triton_commit_run import commit_kernel, commit_run_kernel
 from sglang.srt.step.triton_layout import lay_out_kernel
 from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
 
@@ -36,7 +36,7 @@ def test_sizes_of_steps_compile_nothing_anew() -> None:
         kernels = (
             *(lay_out_kernel, commit_run_kernel, _num_confident_kernel, _propose_kernel),
             *(packing._wanted_kernel, packing._packed_counts_kernel, division._divide_kernel),
-            *(steps._commit_kernel, steps._write_table_kernel),
+            *(commit_kernel, steps._write_table_kernel),
         )
         return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 

@@ -522,17 +522,35 @@ class PlacedCase:
         kv = self.pool.kv[layer].double()
         q = self.q[layer].double().unflatten(1, (case.num_kv_heads, -1))
         out: list[torch.Tensor] = []
-        for request, (_, q_len) in enumerate(case.shape):
-            slots = self.table.req_to_token[self.rows[request]]
+        starts = itertools.accumulate((q_len for _, q_len in case.shape), initial=0)
+        for request, (start, (_, q_len)) in enumerate(zip(starts, case.shape, strict=False)):
+            is_seen = self._is_seen(request, window)
+            slots = self.table.req_to_token[self.rows[request]][: is_seen.shape[1]]
+            fed = kv[slots].masked_fill(
+                ~is_seen.any(0)[:, None, None], 0
+            )  # what none sees may be NaN
+            k, v = fed.chunk(2, dim=1)
+            scores = torch.einsum("qhgd,nhd->hgqn", q[start : start + q_len], k)
+            scores = (scores / case.head_dim**0.5).masked_fill(~is_seen, -torch.inf)
+            out.append(torch.einsum("hgqn,nhd->qhgd", scores.softmax(-1), v).flatten(1))
+        return torch.cat(out)
+
+    def _is_seen(self, request: int, window: int | None) -> torch.Tensor:
+        """Bool [rows of the request, places]."""
+        before, q_len = self.case.shape[request]
+        place = torch.arange(before + q_len, device=self.device)
+        own = place[before:, None]
+        if request not in self.parents:
+            depth, is_seen = place.expand(q_len, -1), place <= own
+        else:
+            depth = torch.full((q_len, before + q_len), -1, device=self.device)
             for row in range(q_len):
-                seen = self._seen(request, row)
-                nearest = -1 if window is None else seen[-1][1] - window
-                first = case.kv_starts[request] if case.kv_starts else 0
-                places = [p for p, depth in seen if depth > nearest and p >= first]
-                k, v = kv[slots[places]].chunk(2, dim=1)
-                scores = torch.einsum("hgd,nhd->hgn", q[len(out)], k) / case.head_dim**0.5
-                out.append(torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten())
-        return torch.stack(out)
+                places, depths = zip(*self._seen(request, row), strict=True)
+                depth[row, list(places)] = torch.tensor(depths, device=self.device)
+            is_seen = depth >= 0
+        if window is not None:
+            is_seen = is_seen & (depth > depth.gather(1, own) - window)
+        return is_seen & (place >= (self.case.kv_starts[request] if self.case.kv_starts else 0))
 
     def _of_oracle(self) -> list[torch.Tensor]:
         """`TorchNativeBackend`'s, of the same values, in a pool of its own."""

@@ -74,3 +74,8 @@ def test_less_than_one_page_is_refused_with_the_remedies(changes: dict[str, int]
     for remedy in ("--max-total-tokens", "--mem-fraction-static", "--page-size"):
         assert remedy in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_memory_that_others_hold_is_named_before_a_wish() -> None:
+    with pytest.raises(ValueError, match=r"no room for one page .* 17 MiB more are in use"):
+        num_pages(available_bytes=-17 << 20, wished_tokens=1)

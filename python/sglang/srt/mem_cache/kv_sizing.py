@@ -51,18 +51,22 @@ class KVSizing:
             ValueError: if not even one page fits, or fewer than `wished_tokens`.
         """
         affordable, wished = self.affordable_tokens, self.wished_tokens
+        tokens = min(affordable, self.max_useful_tokens if wished is None else wished)
+        if tokens < self.page_size:
+            raise ValueError(
+                f"The KV pool has no room for one page of {self.page_size} tokens"
+                f" ({self.bytes_per_token} bytes each, {self._room}); raise --max-total-tokens or"
+                " --mem-fraction-static, or lower --page-size."
+            )
         if wished is not None and wished > affordable:
             raise ValueError(
                 f"--max-total-tokens {wished} needs {wished * self.bytes_per_token >> 20} MiB for"
-                f" the KV pool, but {self.available_bytes >> 20} MiB may be used; lower it or raise"
-                " --mem-fraction-static."
+                f" the KV pool ({self._room}); lower it or raise --mem-fraction-static."
             )
-        tokens = wished if wished is not None else min(affordable, self.max_useful_tokens)
-        pages = tokens // self.page_size
-        if pages < 1:
-            raise ValueError(
-                f"The KV pool has no room for one page of {self.page_size} tokens"
-                f" ({self.bytes_per_token} bytes each, {self.available_bytes >> 20} MiB to use);"
-                " raise --max-total-tokens or --mem-fraction-static, or lower --page-size."
-            )
-        return pages
+        return tokens // self.page_size
+
+    @property
+    def _room(self) -> str:
+        if self.available_bytes < 0:
+            return f"{-self.available_bytes >> 20} MiB more are in use than it may take"
+        return f"{self.available_bytes >> 20} MiB may be used"
