@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts, TierPolicy
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
+from sglang.srt.lookahead.round_options import LengthOptions, RoundOptions
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_configs import EagleConfig
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 
@@ -28,23 +28,23 @@ class ScheduledTier:
         turns: the tiers of the steps to come, again and again; set from outside.
     """
 
-    needs_prices = reads_lengths = reads_matches = may_rest = rests = False
+    needs_prices = reads_matches = may_rest = False
     turns: ClassVar[Sequence[int]] = (TIERS[-1],)
 
     @staticmethod
-    def tiers(options: TierOptions) -> tuple[int, ...]:
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
         return TIERS
 
-    def __init__(self, parts: TierParts) -> None:
+    def __init__(self, parts: PolicyParts) -> None:
         self.settled = TIERS[-1]
         self._number = 0
 
-    def choose(self, upcoming: UpcomingRound) -> int:
+    def choose(self, upcoming: UpcomingStep) -> Budget:
         self._number += 1
         self.settled = self.turns[self._number % len(self.turns)]
-        return self.settled
+        return Budget(1 + self.settled, settled=self.settled)
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         """Learns nothing."""
 
 
@@ -53,7 +53,7 @@ class ScheduledRounds(RoundOptions):
     """With `ScheduledTier`, whatever `tier_policy` names."""
 
     @property
-    def policy(self) -> type[TierPolicy]:
+    def policy(self) -> type[LengthPolicy]:
         return ScheduledTier
 
     @classmethod

@@ -26,8 +26,9 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,15 @@ from benchmark.scheduled_tiers import TIERS, ScheduledRounds, ScheduledTier, Tim
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.environ import Environ
 from sglang.srt.garbage import keep_out_of_collections
+from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
-from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.lookahead.stretches import Stretches
-from sglang.srt.lookahead.tier_policy import (
-    LoadAwareTier,
-    RoundOutcome,
-    TierParts,
-    TierPolicy,
-)
+from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.ema_policy import AdaptiveController
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
+from sglang.srt.lookahead.round_options import RoundOptions
+from sglang.srt.lookahead.round_prices import MeasuredRounds
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
@@ -60,10 +61,9 @@ from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import Worker
 
 PAIRS = ((0, 1), (1, 3), (3, 7), (0, 7))  # between which steps switch
@@ -85,7 +85,7 @@ class Measured:
 
     batch: OneBatch
     worker: TimedWorker
-    policies: dict[str, TierPolicy]
+    policies: dict[str, LengthPolicy]
 
     @classmethod
     def start(cls, args: ServerArgs) -> Measured:
@@ -133,36 +133,43 @@ class Measured:
 
 def policies_over(
     runners: RunnerGroup, options: RoundOptions, prices: PriceTable
-) -> dict[str, TierPolicy]:
+) -> dict[str, LengthPolicy]:
     """The policies of both strategies, over a drafter's models."""
     target, head = runners.runners
     num_rows = runners.memory.table.num_rows
     width, steps = 1 + options.num_steps, tuple(options.draft_steps)
     drafts = measure_draft_prices(head, num_rows, width, steps)
     rounds = MeasuredRounds(prices, drafts, max_requests=num_rows)
-    keys = target.graph_keys
-    more = () if keys is None else (keys.decode_size,)
-    return {
-        "ema": AdaptiveController(TierParts(options.tier_options, None, *more)),
-        "throughput": LoadAwareTier(TierParts(options.tier_options, rounds, *more)),
-    }
+    parts = PolicyParts(
+        options=options.tier_options,
+        num_rows=num_rows,
+        max_prompt_rows=runners.max_prompt_rows,
+        rounds=rounds,
+    )
+    if target.graph_keys is not None:
+        parts = replace(parts, graph_size=target.graph_keys.decode_size)
+    return {"ema": AdaptiveController(parts), "throughput": LoadAwareDrafts(parts)}
 
 
-def policy_us(policy: TierPolicy, size: int) -> float:
+def policy_us(policy: LengthPolicy, size: int) -> float:
     """Mean microseconds of what a policy does in a step of so many requests, of whose drafts one or
-    none is right, with what it reads of them (`Stretches`). Not all steps do the same."""
-    stretches, rows, times = Stretches(size), range(size), []
-    upcoming = UpcomingRound(size, size * POLICY_KV, lengths=stretches.lengths)
+    none is right. Not all steps do the same."""
+    rows, times, counts = range(size), [], StepCounts([1], [1], [1], [True])
+    emitting = Counter({EmittingRequest(Kind(), 1 + TIERS[-1]): size})
+    upcoming = UpcomingStep(emitting, size * POLICY_KV)
     for number in range(POLICY_ROUNDS):
         start = time.perf_counter_ns()
-        tier = policy.choose(upcoming)
+        budget = policy.choose(upcoming)
         middle = time.perf_counter_ns()
-        right = [(index + number) % 2 if tier else 0 for index in rows]
-        verified = [(tier, each) for each in right if tier]
-        outcome = RoundOutcome(policy.settled, size, verified)
+        accepted = [1 + ((index + number) % 2 if budget.limit > 1 else 0) for index in rows]
+        outcome = StepOutcome(
+            plan=StepPlan(counts=counts, tier=budget.settled, num_drafted_for=size),
+            rows=rows,
+            num_tried=[budget.limit] * size,
+            num_accepted=accepted,
+            num_tokens=sum(accepted),
+        )
         before = time.perf_counter_ns()
-        if policy.reads_lengths:
-            stretches.observe(rows, [tier] * size, right, [tier] * size)
         policy.observe(outcome)
         times.append(time.perf_counter_ns() - before + middle - start)
     return statistics.mean(times) / 1e3

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from policy_steps import mask_parts, mask_policy
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import LoadAwareLength
+from sglang.srt.lookahead.load_aware_masks import LoadAwareMasks
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from simulated_decode import (
     MAX_K,
@@ -41,7 +42,7 @@ def speed(
 ) -> float:
     """Beside plain decoding, of the policy or of one limit."""
     prices = gpu_prices()
-    policy = LoadAwareLength(prices, MAX_K) if limit is None else Fixed(limit)
+    policy = mask_policy(prices, MAX_K) if limit is None else Fixed(limit)
     chances = chance if callable(chance) else lambda now_ms: chance
     run = Simulation(prices, load, policy, kind, chances, surcharge=surcharge)
     return plain_ms(gpu_prices, load) / run.run()
@@ -79,14 +80,14 @@ def test_good_text_that_turns_bad_costs_little(kind: Kind) -> None:
     """Beside a policy that looks ahead no more from that moment on."""
     turn_ms = plain_ms(gpu_prices, LOADS[128]) / 2
 
-    class Knowing(LoadAwareLength):
+    class Knowing(LoadAwareMasks):
         def choose(self, upcoming: UpcomingStep) -> Budget:
             budget = super().choose(upcoming)
             return budget if run.now_ms < turn_ms else replace(budget, limit=1)
 
     times = []
-    for make_policy in (Knowing, LoadAwareLength):
-        policy = make_policy(gpu_prices(), MAX_K)
+    for make_policy in (Knowing, LoadAwareMasks):
+        policy = make_policy(mask_parts(MAX_K, gpu_prices()))
         run = Simulation(
             gpu_prices(), LOADS[128], policy, kind, lambda now_ms: 0.9 * (now_ms < turn_ms)
         )
@@ -97,7 +98,7 @@ def test_good_text_that_turns_bad_costs_little(kind: Kind) -> None:
 @KINDS
 def test_an_adversary_that_knows_its_trials_wins_little(kind: Kind) -> None:
     """All is accepted of one step in four that look ahead, as a trial may be; nothing of others."""
-    policy = LoadAwareLength(gpu_prices(), MAX_K)
+    policy = mask_policy(gpu_prices(), MAX_K)
 
     def chance(now_ms: float) -> float:
         num_ahead = sum(count for limit, count in run.limits.items() if limit > 1)

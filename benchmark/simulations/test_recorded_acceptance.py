@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 import pytest
 
+from policy_steps import drafted, drafting_step
 from record_acceptance import NUM_NEW, RECORDED
 from served_rounds import MAX_DRAFTS, rounds
-from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.lookahead.stretches import Stretches
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import LoadAwareTier, RoundOutcome, TierParts
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCases
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 LEAD_MS, COUNTED_MS = 2500.0, 7500.0
-OPTIONS = TierOptions(MAX_DRAFTS)
-TIERS = LoadAwareTier.tiers(OPTIONS)
+OPTIONS = LengthOptions(MAX_DRAFTS)
+TIERS = LoadAwareDrafts.tiers(OPTIONS)
 
 
 class Found(NamedTuple):
@@ -41,21 +42,20 @@ class Loop:
     def __init__(self, answers: list[str], num_reqs: int) -> None:
         self._answers = [[int(digit) for digit in answer] for answer in answers]
         self._luck, self._rows = random.Random(0), range(num_reqs)
-        self.stretches = Stretches(num_reqs)
         self._of = [self._luck.choice(self._answers) for _ in self._rows]
         self._places = [self._luck.randrange(NUM_NEW) for _ in self._rows]
         self._drafts = [0] * num_reqs
         self._unread = deque[tuple[list[int], list[int]]]()
 
-    def run(self, policy: LoadAwareTier | None, fixed: int, prices: MeasuredRounds) -> Found:
+    def run(self, policy: LoadAwareDrafts | None, fixed: int, prices: MeasuredRounds) -> Found:
         """With the tiers of a policy, or always the same one."""
         num_reqs, ms, tokens, switches = len(self._rows), -LEAD_MS, 0, 0
-        upcoming = UpcomingRound(num_reqs, lengths=self.stretches.lengths)
+        upcoming = drafting_step(num_reqs)
         while ms < COUNTED_MS:
             settled = 0 if policy is None else policy.settled
-            tier = fixed if policy is None else policy.choose(upcoming)
+            tier = fixed if policy is None else policy.choose(upcoming).limit - 1
             verified, given = max(self._drafts), self._step(tier)
-            ms += prices.round_ms(UpcomingRound(num_reqs), verified)
+            ms += prices.round_ms(StepCases(num_reqs), verified)
             if ms > 0:
                 tokens += sum(given)
                 switches += policy is not None and policy.settled != settled
@@ -78,11 +78,9 @@ class Loop:
                 self._drafts[row] = 0
         return given
 
-    def _read(self, policy: LoadAwareTier, settled: int) -> None:
+    def _read(self, policy: LoadAwareDrafts, settled: int) -> None:
         drafts, given = self._unread.popleft()
-        self.stretches.observe(self._rows, drafts, [count - 1 for count in given], drafts)
-        verified = [(d, count - 1) for d, count in zip(drafts, given, strict=True) if d]
-        policy.observe(RoundOutcome(settled, len(drafts), verified))
+        policy.observe(drafted(settled, len(drafts), drafts, [count - 1 for count in given]))
 
 
 @cache
@@ -96,7 +94,7 @@ def recorded() -> dict[str, list[str]]:
 def test_it_is_as_fast_as_the_best_fixed_number(text: str, num_reqs: int) -> None:
     answers, prices = recorded()[text], rounds()
     fixed = {tier: Loop(answers, num_reqs).run(None, tier, prices).speed for tier in TIERS}
-    policy = LoadAwareTier(TierParts(OPTIONS, prices))
+    policy = LoadAwareDrafts(PolicyParts(options=OPTIONS, num_rows=num_reqs, rounds=prices))
     found = Loop(answers, num_reqs).run(policy, 0, prices)
     # Where a draft more or less gains nothing, a short memory costs some percent.
     least = 0.93 if (text, num_reqs) == ("unpredictable 2008", 128) else 0.985

@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 
 from served_rounds import MAX_DRAFTS, Load, ServedRounds
+from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.prompt_mix import (
     PromptMix,
 )
-from sglang.srt.lookahead.tier_policy import LoadAwareTier
-from sglang.srt.speculative.round_options import RoundOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from tile_spec_decode import Text
 
 SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97, 0.05)
@@ -49,7 +49,7 @@ def best_static(load: Load, text: Text, counts: Sequence[int] = STATIC) -> float
 def fixed(load: Load, text: Text, count: int) -> float:
     if count:
         return rate(load, text, RoundOptions(count))
-    with mock.patch.object(LoadAwareTier, "choose", return_value=0):
+    with mock.patch.object(LoadAwareDrafts, "choose", return_value=0):
         return rate(load, text, BY_LOAD)
 
 
@@ -138,7 +138,7 @@ def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
         return speed, sum(tier * count for tier, count in found.tiers.items()) / 600
 
     speed, num_drafts = served()
-    with mock.patch.object(PromptMix, "observe"):  # there seem to be none
+    with mock.patch.object(PromptMix, "plan"):  # there seem to be none
         blind_speed, blind_num_drafts = served()
     assert blind_num_drafts > num_drafts + 0.2
     assert blind_speed < speed

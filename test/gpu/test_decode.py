@@ -14,8 +14,9 @@ import torch
 
 from mtp_oracle import load_reference
 from oracle import MAX_SHARE, code_snippets, first_divergence
+from policy_steps import mask_parts
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.length_policy import FixedLength
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import resolve_model_path
@@ -90,10 +91,11 @@ def runner_on(
     )
 
 
-class Limited(FullLength):
+class Limited(FixedLength):
     """Mostly says that nobody may look ahead: steps with drafts and plain ones alternate."""
 
     def __init__(self) -> None:
+        super().__init__(mask_parts(8))
         self._limits = itertools.cycle((8, 1, 1, 3, 1))
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -110,8 +112,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def mtp_worker(runner: ModelRunner, layout: str) -> TpModelWorker:
     """One that lays its steps out in a way of LAYOUTS."""
     config = dict(LAYOUTS[layout])
-    policy = config.pop("policy", FullLength)
-    return make_mtp_worker(runner, MASK, policy(), **config)
+    policy = config.pop("policy", None)
+    return make_mtp_worker(runner, MASK, policy and policy(), **config)
 
 
 def outputs(runner: ModelRunner, setup: Setup, layout: str = "padded") -> list[list[int]]:

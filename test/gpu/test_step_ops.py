@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.mtp.triton_mask_ops import _num_confident_kernel, _propose_kernel
 from sglang.srt.registry import OPERATIONS
+from sglang.srt.speculative.triton_mask_ops import _num_confident_kernel, _propose_kernel
 from sglang.srt.step import triton_row_division as division
 from sglang.srt.step import triton_row_packing as packing
 from sglang.srt.step import triton_step_ops as steps

@@ -297,21 +297,21 @@ ADDITIONS = {
     ),
     "adding_a_drafter": Addition(
         [
-            Change(f"{SRT}/mtp/repeat_drafter.py", DRAFTER),
+            Change(f"{SRT}/speculative/repeat_drafter.py", DRAFTER),
             Change(
                 f"{SRT}/registry.py",
-                '\n        "repeat": "sglang.srt.mtp.repeat_drafter:RepeatDrafter",',
+                '\n        "repeat": "sglang.srt.speculative.repeat_drafter:RepeatDrafter",',
                 'DRAFTERS = Registry(\n    "drafter",\n    {',
             ),
             Change(
                 f"{SRT}/processes/runtime_config.py",
                 "    if (count := model.hf.get('num_repeated')) is not None:\n"
-                "        from sglang.srt.mtp.repeat_drafter import RepeatConfig\n\n"
+                "        from sglang.srt.speculative.repeat_drafter import RepeatConfig\n\n"
                 "        return DrafterConfig('repeat', RepeatConfig(count))\n",
                 "    mask, drafter = drafter_of(args, model, environ)\n",
             ),
         ],
-        f"{SRT}/mtp/mask_drafter.py",
+        f"{SRT}/speculative/mask_drafter.py",
     ),
     "adding_a_metric": Addition(
         [

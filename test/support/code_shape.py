@@ -24,6 +24,20 @@ EVERYWHERE = (PACKAGE, "sgl-kernel", "scripts", "benchmark", "training")
 MAX_CODE_LINES = 320  # of a file
 MAX_FUNCTION_LINES = 60
 
+# The files that answer how far steps look ahead, all that goes by prices and estimates.
+LOOKAHEAD = (
+    "lookahead/*.py",
+    "model_executor/draft_price_measurement.py",
+    "model_executor/measured_times.py",
+    "model_executor/price_measurement.py",
+    "speculative/adaptive_*.py",
+    "speculative/left_out.py",
+    "speculative/ngram_confidence.py",
+    "speculative/rounds.py",
+    "speculative/tile_spec/*.py",
+    "step/price_table.py",
+)
+
 QUESTION_WORDS = ("What", "Which", "Whether", "How", "Of", "By", "That", "Who", "Where", "When")
 
 UNSAFE_MODULES = {"pickle", "pickletools", "dill", "cloudpickle", "marshal", "shelve"}
@@ -47,7 +61,6 @@ MAY_IMPORT = {
     "lookahead": "step layers mem_cache base",
     "speculative": "lookahead model_executor models step layers mem_cache base",
     "workers": "lookahead speculative model_executor step layers mem_cache base",
-    "mtp": "lookahead workers speculative model_executor step layers mem_cache base",
     "parser": "base",
     "constrained": "base",
     "function_call": "parser base",
@@ -58,12 +71,12 @@ MAY_IMPORT = {
     "managers": "control scheduling frontend messages constrained lookahead utils step mem_cache"
     " base",
     "processes": "managers control scheduling frontend messages constrained"
-    " mtp workers speculative lookahead model_executor step weight_sync mem_cache base",
+    " workers speculative lookahead model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend function_call parser messages constrained"
     " utils"
     " model_executor base",
 }
-STEP_ROOMS = ("lookahead", "speculative", "mtp", "step", "workers")  # keep no steps in flight
+STEP_ROOMS = ("lookahead", "speculative", "step", "workers")  # keep no steps in flight
 SERVER_ARGS_READERS = re.compile(
     rf"{PACKAGE}/(__init__|launch_server|check_env|bench_\w+|srt/(entrypoints|processes)/.+)\.py"
 )
@@ -429,6 +442,17 @@ def python_sources(roots: tuple[str, ...]) -> dict[str, str]:
         for path, file in paths.items()
         if not path.startswith(demo_models)
     }
+
+
+def lookahead_lines() -> dict[str, int]:
+    """Lines of each file of LOOKAHEAD, most first."""
+    root = ROOT / PACKAGE / "srt"
+    files = [file for pattern in LOOKAHEAD for file in root.glob(pattern)]
+    lines = {
+        file.relative_to(root).as_posix(): file.read_text(encoding="utf-8").count("\n")
+        for file in files
+    }
+    return dict(sorted(lines.items(), key=lambda each: -each[1]))
 
 
 def project_texts() -> dict[str, str]:

@@ -28,10 +28,10 @@ from draft_heads import (
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import load_head_config
 from sglang.srt.lookahead.adaptive_config import AdaptiveConfig
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_config import load_model_config
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.draft_shapes import TreeShape
 from utils import make_random_llama
 

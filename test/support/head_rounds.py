@@ -15,11 +15,11 @@ import torch
 from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES
 from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
-from sglang.srt.speculative.round_options import ALL_BATCH_SIZES
 from sglang.srt.step.draft_shapes import DraftShape
 from utils import VOCAB_SIZE, Setup, make_execution
 

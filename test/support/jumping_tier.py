@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
-from sglang.srt.registry import TIER_POLICIES
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
+from sglang.srt.registry import LENGTH_POLICIES
 
 JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 
@@ -22,14 +23,14 @@ class JumpingTier:
         may_lack: requests may be given fewer drafts than the tier says.
     """
 
-    needs_prices = reads_lengths = reads_matches = may_rest = False
+    needs_prices = reads_matches = may_rest = False
     rests = False
 
     @staticmethod
-    def tiers(options: TierOptions) -> tuple[int, ...]:
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
         return tuple(range(options.max_drafts + 1))
 
-    def __init__(self, parts: TierParts) -> None:
+    def __init__(self, parts: PolicyParts) -> None:
         options = parts.options
         self._tiers = self.tiers(options)
         self.may_lack = False
@@ -37,9 +38,9 @@ class JumpingTier:
         self._num_plain = 0  # steps without drafts that are still to come
         self._most = self.settled = options.max_drafts
 
-    def choose(self, upcoming: UpcomingRound) -> int:
+    def choose(self, upcoming: UpcomingStep) -> Budget:
         self.settled = self._choose()
-        return self.settled
+        return Budget(1 + self.settled, settled=self.settled, rests=self.rests)
 
     def _choose(self) -> int:
         if self._num_plain:
@@ -49,14 +50,20 @@ class JumpingTier:
             self._num_plain = self._random.choice([2, 5])
         return self._random.choice([*self._tiers, self._most])
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        assert outcome.num_reqs >= len(outcome.verified)
-        assert all(0 <= right <= count for count, right in outcome.verified)
-        counts = {count for count, _ in outcome.verified}
+    def observe(self, outcome: StepOutcome) -> None:
+        pairs = zip(outcome.num_tried, outcome.num_accepted, strict=True)
+        verified = [(tried - 1, taken - 1) for tried, taken in pairs if tried > 1]
+        assert all(0 <= right <= count for count, right in verified)
+        num_reqs, tier = outcome.plan.num_drafted_for, outcome.plan.tier
+        if num_reqs is None:
+            assert not verified
+            return
+        assert num_reqs >= len(verified)
+        counts = {count for count, _ in verified}
         if self.may_lack:
-            assert max(counts, default=0) <= outcome.tier
+            assert max(counts, default=0) <= tier
         else:
-            assert counts <= {outcome.tier}, "A step has one tier."
+            assert counts <= {tier}, "A step has one tier."
 
 
 class RestingTier(JumpingTier):
@@ -83,7 +90,7 @@ def jumping_tiers() -> Iterator[None]:
     """While this lasts `JUMPING`, `CHANGING` and `RESTING` are tier policies."""
     kinds = {JUMPING: JumpingTier, CHANGING: ChangingTier, RESTING: RestingTier}
     places = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in kinds.items()}
-    with mock.patch.dict(TIER_POLICIES._entries, places):
+    with mock.patch.dict(LENGTH_POLICIES._entries, places):
         yield
 
 
@@ -91,5 +98,5 @@ def jumping_tiers() -> Iterator[None]:
 def resting(policy: JumpingTier) -> Iterator[None]:
     """While this lasts it chooses no drafts: what is kept of the last step, such as the batch that
     attention was planned for, is then the same each time."""
-    with mock.patch.multiple(policy, choose=lambda upcoming: 0, settled=0):
+    with mock.patch.object(policy, "choose", return_value=Budget(1)):
         yield

@@ -10,13 +10,13 @@ from typing import Any
 from drafted_serving import Drafted
 from drafter_checks import DraftCounter
 from eagle_serving import group_for, setup_for
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.ngram_confidence import Trials
 from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory
 from sglang.srt.speculative.ngram_texts import joined_texts
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.price_table import PriceTable
 from utils import Setup
 

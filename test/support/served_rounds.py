@@ -1,5 +1,5 @@
 """A simulated server with a head: requests come with prompts and end, steps take longer than their
-prices, and a `RoundPlanner` says how many drafts there are."""
+prices, and a `LookaheadPlanner` says how many drafts there are."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.draft_rows import LeftOutRows
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterParts
-from sglang.srt.speculative.left_out import LeftOutRows
-from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.speculative.rounds import planner_of_rounds
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text
@@ -79,7 +79,7 @@ class SomeLeftOut(LeftOutRows):
 
 
 def parts_of(num_rows: int) -> DrafterParts:
-    """What a `RoundPlanner` looks at."""
+    """What `planner_of_rounds` looks at."""
     config = SimpleNamespace(capabilities=TritonBackend.capabilities())
     target = SimpleNamespace(graph_keys=None, config=config)
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))
@@ -116,7 +116,7 @@ class ServedRounds:
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
         left_out = SomeLeftOut() if can_rest else None
-        self.planner = RoundPlanner(options, parts_of(count), rounds(can_rest), left_out)
+        self.planner = planner_of_rounds(options, parts_of(count), rounds(can_rest), left_out)
         self.planner.admit([new_row(row, load.new_tokens) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from policy_steps import predicted
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import LengthPolicy
-from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, PriceTable
 
@@ -96,7 +97,7 @@ class Fixed:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(self.limit)
 
-    def observe(self, accepted: list[Accepted], budget: Budget) -> None: ...
+    def observe(self, outcome: StepOutcome) -> None: ...
 
 
 class Simulation:
@@ -106,7 +107,7 @@ class Simulation:
         self,
         prices: PriceTable,
         load: Load,
-        policy: LengthPolicy,
+        policy: LengthPolicy | Fixed,
         kind: Kind = UNVERIFIED,
         chance: Callable[[float], float] = lambda now_ms: 0.0,
         seed: int = 0,
@@ -219,8 +220,8 @@ class Simulation:
                 self._running.remove(request)
                 self._arrive()
         if outcomes:
-            found = [Accepted(self._kind, True, tried, taken) for _, tried, taken in outcomes]
-            self._policy.observe(found, step.budget)
+            pairs = [(tried, taken) for _, tried, taken in outcomes]
+            self._policy.observe(predicted(step.budget, self._kind, pairs))
 
 
 @functools.cache

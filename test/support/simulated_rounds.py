@@ -7,9 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.stretches import Stretches
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierPolicy
+from policy_steps import drafted, drafting_step
+from sglang.srt.lookahead.length_policy import LengthPolicy
+from sglang.srt.lookahead.round_prices import StepCases
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 NUM_NEW = 128  # tokens of a request
@@ -32,7 +32,7 @@ class ListedRounds:
     costs_ms: Mapping[int, Sequence[float]]
     spread: float = 0.004
 
-    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
         return self.costs_ms[upcoming.num_reqs][num_drafts]
 
 
@@ -61,10 +61,9 @@ class Decoding:
         policy: chooses their tiers.
     """
 
-    def __init__(self, policy: TierPolicy, num_reqs: int) -> None:
+    def __init__(self, policy: LengthPolicy, num_reqs: int) -> None:
         self.num_reqs = num_reqs
         self.policy = policy
-        self._stretches = Stretches(num_reqs)
         self._left = [NUM_NEW - row % NUM_NEW for row in range(num_reqs)]
 
     def run(
@@ -82,9 +81,8 @@ class Decoding:
         luck, unread, rows = random.Random(seed), deque[list[int]](), range(self.num_reqs)
         now_ms, given, tiers, policy = 0.0, 0, Counter[int](), self.policy
         num_switches, settled = 0, policy.settled
-        lengths = self._stretches.lengths
         while given < num_tokens * self.num_reqs:
-            tier = policy.choose(UpcomingRound(self.num_reqs, lengths=lengths))
+            tier = policy.choose(drafting_step(self.num_reqs)).limit - 1
             num_switches += policy.settled != settled
             settled = policy.settled
             found = [right_drafts(luck, tier, chance(tiers.total())) for _ in rows]
@@ -97,10 +95,8 @@ class Decoding:
         return Decoded(now_ms * self.num_reqs / given, tiers, num_switches, now_ms)
 
     def _read(self, tier: int, settled: int, *found: int) -> None:
-        rows, outcomes = range(self.num_reqs), [(tier, right) for right in found if tier]
-        counts = [tier] * len(rows)
-        self._stretches.observe(rows, counts, found, counts)
-        self.policy.observe(RoundOutcome(settled, self.num_reqs, outcomes))
+        rows = range(self.num_reqs)
+        self.policy.observe(drafted(settled, self.num_reqs, [tier] * len(rows), found))
         for row, right in zip(rows, found, strict=True):
             self._left[row] -= 1 + right
             if self._left[row] <= 0:

@@ -35,9 +35,9 @@ from sglang.srt.layers.forward_batch import (
 )
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mtp.mask_ops import MaskOps
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.speculative.drafter import ChosenTokens
+from sglang.srt.speculative.mask_ops import MaskOps
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     READ_START,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,17 @@ from eagle_models import (
 )
 from jumping_tier import JUMPING, RESTING
 from ngram_serving import ngram_config
+from policy_steps import mask_parts
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
+from sglang.srt.lookahead.length_policy import FixedLength
+from sglang.srt.lookahead.round_options import RoundOptions
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.model_config import load_model_config
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
@@ -222,20 +224,17 @@ class LaterExecutor:
             future.set_exception(error)
 
 
-class RandomLengths:
+class RandomLengths(FixedLength):
     """A length policy that knows no reason; verified output must not depend on it."""
 
-    needs_prices = False
-
     def __init__(self, chooser: random.Random) -> None:
+        super().__init__(mask_parts())
         self._random = chooser
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         limit = self._random.randint(1, upcoming.longest)
         most = upcoming.cuttable_rows(limit)
         return Budget(limit, self._random.choice([None, self._random.randint(0, most + 1)]))
-
-    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None: ...
 
 
 class LateResult(GenerationBatchResult):

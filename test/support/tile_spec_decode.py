@@ -10,15 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from policy_steps import drafted, drafting_step
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.lookahead.stretches import Stretches
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import LoadAwareTier, RoundOutcome, TierParts
+from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCases
+from sglang.srt.lookahead.tile_spec import CutRounds, RoundTables, TileSpec
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.speculative.drafter import plan_of_drafts
-from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
@@ -71,7 +72,7 @@ class Text:
         """Tokens per millisecond with the best number of drafts, which may be none, always."""
         told = self.confidences(np.random.default_rng(0), 20_000) ** self.power
         lengths = 1 + np.concatenate(([0.0], told.cumprod(1).cumsum(1).mean(0)))
-        upcoming = UpcomingRound(num_reqs)
+        upcoming = StepCases(num_reqs)
         return max(
             num_reqs * length / ROUNDS.round_ms(upcoming, tier)
             for tier, length in enumerate(lengths.tolist())
@@ -87,28 +88,29 @@ class Decode:
         self._confidence = torch.full((num_reqs, MAX_DRAFTS), 0.7)
         self._tile_spec = TileSpec(RoundTables(ROUNDS, packs_in_graphs=True))
         prices = CutRounds(ROUNDS, self._tile_spec)
-        self._policy = LoadAwareTier(TierParts(TierOptions(MAX_DRAFTS), prices))
-        self._stretches = Stretches(num_reqs)
+        options = LengthOptions(MAX_DRAFTS)
+        parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
+        self._policy = LoadAwareDrafts(parts)
 
     def rate(self, num_rounds: int, num_before: int = 100) -> float:
         """Tokens per millisecond after some rounds."""
         unread = deque[tuple[StepRecord, HostResult, int]]()
         num_tokens, ms = 0, 0.0
-        upcoming = UpcomingRound(self._num_reqs, lengths=self._stretches.lengths)
-        tier, settled = self._policy.choose(upcoming), self._policy.settled
+        upcoming = drafting_step(self._num_reqs, MAX_DRAFTS)
+        budget = self._policy.choose(upcoming)
         for number in range(-num_before, num_rounds):
             told = self._text.confidences(self._rng, self._num_reqs)
             self._confidence.copy_(torch.from_numpy(told))
+            tier, settled = budget.limit - 1, budget.settled
             record, fed = self._fed(told, tier)
             right = self._rng.random(told.shape) < told**self._text.power
             taken = [1 + int(right[i, :count].cumprod().sum()) for i, count in enumerate(fed)]
             result = HostResult([[]] * len(taken), taken, taken, num_drafts=fed if tier else [])
             unread.append((record, result, settled))
-            verified = tier
-            tier, settled = self._policy.choose(upcoming), self._policy.settled
+            budget = self._policy.choose(upcoming)
             if number >= 0:
                 num_tokens += sum(taken)
-                ms += round_ms(self._num_reqs, verified, sum(fed), tier)
+                ms += round_ms(self._num_reqs, tier, sum(fed), budget.limit - 1)
             if len(unread) > 1:
                 self._read(*unread.popleft())
         return num_tokens / ms
@@ -125,10 +127,9 @@ class Decode:
         return record_of(batch, plan, self._confidence), fed
 
     def _read(self, record: StepRecord, result: HostResult, settled: int) -> None:
-        verified = self._tile_spec.observe(record, result)
-        counts, right = zip(*verified or [(0, 0)] * self._num_reqs, strict=True)
-        self._stretches.observe(range(self._num_reqs), counts, right, result.num_drafts or counts)
-        self._policy.observe(RoundOutcome(settled, self._num_reqs, verified))
+        right = [count - 1 for count in self._tile_spec.observe(record, result)]
+        drafts = record.plan.num_drafts
+        self._policy.observe(drafted(settled, self._num_reqs, drafts, right, result.num_drafts))
 
 
 def record_of(batch: ScheduleBatch, plan: StepPlan, confidence: torch.Tensor) -> StepRecord:

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.speculative import draft_prices
+from sglang.srt.lookahead.tile_spec import TileSpec
+from sglang.srt.speculative import rounds
 from sglang.srt.speculative.drafter import ComputedStep
-from sglang.srt.speculative.tile_spec.budget import TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult
 
@@ -45,7 +45,7 @@ def free_drafts() -> Iterator[None]:
     def measure(runner: Any, max_requests: int, max_width: int, shapes: Any) -> DraftPrices:
         return replace(FREE_DRAFTS, passes=dict.fromkeys(shapes, FREE_PASS))
 
-    with mock.patch.object(draft_prices, "measure_draft_prices", measure):
+    with mock.patch.object(rounds, "measure_draft_prices", measure):
         yield
 
 
@@ -74,11 +74,10 @@ class RandomBudgets:
         """While this lasts."""
         observe = TileSpec.observe
 
-        def noted(
-            tile_spec: TileSpec, record: StepRecord, result: HostResult
-        ) -> list[tuple[int, int]]:
+        def noted(tile_spec: TileSpec, record: StepRecord, result: HostResult) -> list[int]:
             found = observe(tile_spec, record, result)
-            self.outcomes.update(found)
+            pairs = zip(record.plan.num_drafts, found, strict=True)
+            self.outcomes.update((count, taken - 1) for count, taken in pairs if count)
             return found
 
         with (

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from fake_weights import FakeWeights
+from policy_steps import mask_parts
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import FullLength, LengthPolicy
+from sglang.srt.lookahead.length_policy import FixedLength, LengthPolicy
+from sglang.srt.lookahead.mask_rows import MaskRows, MTPConfig
+from sglang.srt.lookahead.planner import LookaheadPlanner
 from sglang.srt.lookahead.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.managers.scheduler import (
@@ -42,14 +45,14 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
-from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.mask_drafter import MaskDrafter, MaskPlanner, MTPConfig
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import DEFAULT_OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
+from sglang.srt.speculative.debug_trace import DebugTrace
 from sglang.srt.speculative.drafter import PlannedDrafter
+from sglang.srt.speculative.mask_drafter import MaskDrafter
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
@@ -421,8 +424,11 @@ def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) 
     return TpModelWorker(runner, state, () if mask is None else (int(mask),))
 
 
-class WithRoom(FullLength):
+class WithRoom(FixedLength):
     """Packs every step with look-ahead, with room for all that requests may need."""
+
+    def __init__(self) -> None:
+        super().__init__(mask_parts(MTP_MAX_K))
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(upcoming.longest, upcoming.cuttable_rows(upcoming.longest))
@@ -440,7 +446,8 @@ def make_mtp_worker(
     max_masks = MaskDrafter.needs(settings).max_masks
     state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size, max_masks=max_masks)
     masks = load(runner.operations.masks)
-    planner = MaskPlanner(settings, policy or FullLength(), state.num_rows)
+    policy = policy or FixedLength(mask_parts(MTP_MAX_K))
+    planner = LookaheadPlanner(MaskRows(settings, state.num_rows), policy)
     planned = PlannedDrafter(planner, MaskDrafter(state, settings, masks))
     on_step = None if trace is None else trace.launched
     return TpModelWorker(runner, state, (mask_token_id,), planned, on_step)

@@ -15,13 +15,13 @@ from drafted_serving import Drafted, params_of, prompts
 from eagle_models import eagle_config_for
 from round_serving import On
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.tile_spec import budget
-from sglang.srt.speculative.tile_spec.budget import TileSpec
 from sglang.srt.step.step_ops import Q_LEN
 from sglang.srt.step.step_outputs import hidden_of_reads
 from sglang.srt.step.worker import ScheduleBatch

@@ -45,7 +45,7 @@ def test_a_length_policy_is_named_in_the_files_that_its_page_lists() -> None:
     found = {
         path
         for path, text in project_texts().items()
-        if path.startswith(CODE) and path.endswith(".py") and re.search(r"\bFullLength\b", text)
+        if path.startswith(CODE) and path.endswith(".py") and re.search(r"\bFixedLength\b", text)
         if not only_gives_names(text)
     }
     assert listed_files("adding_a_length_policy") == found

@@ -48,7 +48,7 @@ class Operations:
     Attributes:
         layers: of `LayerOps` (layers/layer_runtime.py).
         step: of `StepOps` (step/step_ops.py).
-        masks: of `MaskOps` (mtp/mask_ops.py).
+        masks: of `MaskOps` (speculative/mask_ops.py).
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
         trees: what makes a `TreeSearch` (model_executor/draft_tree_passes.py).
         paths: a function, `FindPathRows` (speculative/kept_paths.py).
@@ -108,7 +108,7 @@ OPERATIONS = {
     "torch": Operations(
         layers="sglang.srt.layers.ops.torch_ops:TorchOps",
         step="sglang.srt.step.torch_step_ops:TorchStepOps",
-        masks="sglang.srt.mtp.mask_ops:TorchMaskOps",
+        masks="sglang.srt.speculative.mask_ops:TorchMaskOps",
         ngrams="sglang.srt.speculative.ngram_ops:TorchNgramOps",
         trees="sglang.srt.model_executor.draft_tree_passes:TorchTreeSearch",
         paths="sglang.srt.speculative.kept_paths:torch_path_rows",
@@ -116,7 +116,7 @@ OPERATIONS = {
     "triton": Operations(
         layers="sglang.srt.layers.ops.triton_ops:TritonOps",
         step="sglang.srt.step.triton_step_ops:TritonStepOps",
-        masks="sglang.srt.mtp.triton_mask_ops:TritonMaskOps",
+        masks="sglang.srt.speculative.triton_mask_ops:TritonMaskOps",
         ngrams="sglang.srt.speculative.triton_ngram_ops:TritonNgramOps",
         trees="sglang.srt.model_executor.triton_tree_search:triton_tree_search",
         paths="sglang.srt.speculative.triton_kept_paths:triton_path_rows",
@@ -128,7 +128,7 @@ DRAFTERS = Registry(
     "drafter",
     {
         "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
-        "mtp": "sglang.srt.mtp.mask_drafter:MaskDrafter",
+        "mtp": "sglang.srt.speculative.mask_drafter:MaskDrafter",
         "ngram": "sglang.srt.speculative.ngram_worker:NgramDrafter",
         "standalone": "sglang.srt.speculative.standalone_worker:StandaloneDrafter",
     },
@@ -136,17 +136,11 @@ DRAFTERS = Registry(
 LENGTH_POLICIES = Registry(
     "length policy",
     {
-        "full_length": "sglang.srt.lookahead.length_policy:FullLength",
-        "load_aware": "sglang.srt.lookahead.length_policy:LoadAwareLength",
-    },
-)
-TIER_POLICIES = Registry(
-    "tier policy",
-    {
-        "adaptive": "sglang.srt.speculative.adaptive_runtime_state:AdaptiveController",
-        "fixed": "sglang.srt.lookahead.tier_policy:FixedTier",
-        "load_aware": "sglang.srt.lookahead.tier_policy:LoadAwareTier",
-        "matched": "sglang.srt.lookahead.ngram_tier:MatchedTier",
+        "adaptive": "sglang.srt.lookahead.ema_policy:AdaptiveController",
+        "fixed": "sglang.srt.lookahead.length_policy:FixedLength",
+        "load_aware": "sglang.srt.lookahead.load_aware_drafts:LoadAwareDrafts",
+        "load_aware_masks": "sglang.srt.lookahead.load_aware_masks:LoadAwareMasks",
+        "matched": "sglang.srt.lookahead.matched_drafts:MatchedDrafts",
     },
 )
 MODELS = Registry(

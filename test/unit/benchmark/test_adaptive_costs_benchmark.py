@@ -24,10 +24,12 @@ from benchmark.measure.adaptive_costs import (
 from benchmark.random_model import random_head, random_model
 from benchmark.report.speculation_tables import adaptive_costs as table_of
 from benchmark.scheduled_tiers import TIERS, ScheduledTier
+from policy_steps import drafting_step
 from recorded_graphs import recorded_graphs, replayable_backends
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.processes import runtime_config
 from sglang.srt.server_args import ServerArgs
 
@@ -49,22 +51,22 @@ class MadeUp:
 class RecordingPolicy:
     """Always two drafts; keeps what it is told."""
 
-    needs_prices = reads_lengths = reads_matches = may_rest = rests = False
+    needs_prices = reads_matches = may_rest = False
     settled = 2
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.outcomes: list[RoundOutcome] = []
+        self.outcomes: list[StepOutcome] = []
 
     @staticmethod
-    def tiers(options: TierOptions) -> tuple[int, ...]:
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
         return (2,)
 
-    def choose(self, upcoming: UpcomingRound) -> int:
+    def choose(self, upcoming: UpcomingStep) -> Budget:
         self.sizes.append(upcoming.num_reqs)
-        return 2
+        return Budget(3, settled=2)
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
 
 
@@ -81,17 +83,17 @@ def test_a_policy_is_told_of_all_requests_of_each_round() -> None:
     assert {*policy.sizes} == {3}
     assert len(policy.outcomes) == len(policy.sizes)
     for outcome in policy.outcomes:
-        assert (outcome.tier, outcome.num_reqs) == (2, 3)
-        assert {count for count, _ in outcome.verified} == {2}
-    assert {right for each in policy.outcomes for _, right in each.verified} == {0, 1}
+        assert (outcome.plan.tier, outcome.plan.num_drafted_for) == (2, 3)
+        assert outcome.num_tried == [3, 3, 3]
+    assert {taken for each in policy.outcomes for taken in each.num_accepted} == {1, 2}
 
 
 def test_tiers_are_those_that_were_set_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = ScheduledTier(TierParts(TierOptions(TIERS[-1])))
+    policy = ScheduledTier(PolicyParts(options=LengthOptions(TIERS[-1])))
 
     def chosen(turns: Sequence[int]) -> list[int]:
         monkeypatch.setattr(ScheduledTier, "turns", turns)
-        return [policy.choose(UpcomingRound(1)) for _ in range(4)]
+        return [policy.choose(drafting_step(1)).limit - 1 for _ in range(4)]
 
     assert chosen((3,)) == [3, 3, 3, 3]
     found = chosen((1, 7))

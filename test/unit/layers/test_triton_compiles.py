@@ -16,6 +16,7 @@ if sys.platform != "linux" or os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 import triton
+from sglang.srt.mtp import triton_mask_ops as masks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -26,7 +27,6 @@ from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel,
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_tree_search as trees
-from sglang.srt.mtp import triton_mask_ops as masks
 from sglang.srt.speculative import triton_kept_paths as paths
 from sglang.srt.speculative import triton_ngram_ops as ngrams
 from sglang.srt.step import triton_row_division as rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +20,7 @@ from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.mtp.mask_drafter import MaskPlanner
-from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.lookahead.planner import LookaheadPlanner
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
@@ -49,9 +48,7 @@ def through_bytes() -> Iterator[list[StepPlan]]:
 
         return planned
 
-    with ExitStack() as stack:
-        for kind in (MaskPlanner, RoundPlanner):
-            stack.enter_context(mock.patch.object(kind, "plan", sent(kind.plan)))
+    with mock.patch.object(LookaheadPlanner, "plan", sent(LookaheadPlanner.plan)):
         yield arrived
 
 

@@ -11,8 +11,8 @@ import torch
 from sgl_kernel import reference
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mtp.mask_ops import TorchMaskOps
 from sglang.srt.speculative.drafter import ChosenTokens
+from sglang.srt.speculative.mask_ops import TorchMaskOps
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import READ_START, AcceptedTokens, StepCounts
 from sglang.srt.step.torch_step_ops import TorchStepOps

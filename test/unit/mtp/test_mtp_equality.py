@@ -21,12 +21,13 @@ from mtp_oracle import (
     verified_decode,
 )
 from oracle import MAX_GAP, code_snippets, first_divergence, most_near_ties
+from policy_steps import mask_parts
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.length_policy import FixedLength
+from sglang.srt.lookahead.mask_rows import LookaheadPlan, MaskRows
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.tokenizer import load_tokenizer
 from target import TARGET
 from utils import (
@@ -186,10 +187,11 @@ def test_rows_that_follow_what_is_pending_give_the_same(
     check(outcomes, references, jobs, f"{name}, {layout}")
 
 
-class FewRows(FullLength):
+class FewRows(FixedLength):
     """Grants another number of rows in every step, from none for look-ahead on."""
 
     def __init__(self) -> None:
+        super().__init__(mask_parts(8))
         self._random = random.Random(0)
         self.granted: list[int] = []
 
@@ -250,12 +252,12 @@ def test_masks_to_the_right_change_nothing(
     references: dict[Job, MTPReference],
 ) -> None:
     """Rows padded with one to three more masks give the same tokens and steps."""
-    reserve, plan = KVLedger.reserve, LookaheadRows.plan
+    reserve, plan = KVLedger.reserve, MaskRows.rows_fed
 
     def reserve_more(self: KVLedger, kv: Any, num_tokens: int) -> bool:
         return reserve(self, kv, num_tokens + 3)
 
-    def plan_more(self: LookaheadRows, *arguments: Any) -> LookaheadPlan:
+    def plan_more(self: MaskRows, *arguments: Any) -> LookaheadPlan:
         planned = plan(self, *arguments)
         counts = planned.counts
         padded = [
@@ -265,6 +267,6 @@ def test_masks_to_the_right_change_nothing(
         return replace(planned, counts=replace(counts, q_lens=padded))
 
     monkeypatch.setattr(KVLedger, "reserve", reserve_more)
-    monkeypatch.setattr(LookaheadRows, "plan", plan_more)
+    monkeypatch.setattr(MaskRows, "rows_fed", plan_more)
     jobs = jobs_in("radix off")
     check(run_jobs(BASE, prompts, jobs), references, jobs, "padded")

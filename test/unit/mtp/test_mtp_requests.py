@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import pytest
 import torch
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
+from policy_steps import mask_parts
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import FullLength
-from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
+from sglang.srt.lookahead.length_policy import FixedLength
+from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import TOO_MANY_KEPT, LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -381,7 +381,7 @@ def test_the_last_hidden_state_comes_once_per_unverified_step(runner: ModelRunne
 # ---------------------------------------------------------------- load
 
 
-class Expensive(FullLength):
+class Expensive(FixedLength):
     """Beyond 16 rows of requests that look ahead as far as they wish, nobody does."""
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -395,7 +395,7 @@ def test_under_load_verified_requests_predict_less_and_keep_their_tokens(
     plain = run(runner, max_new_tokens=24, temperature=0.0).token_ids
     num_steps = {}
     for num_requests in (1, 8):
-        harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK, Expensive()))
+        harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK, Expensive(mask_parts(8))))
         params = {"max_new_tokens": 24, "temperature": 0.0, **VERIFIED_4, "mtp_k": 8}
         ids = [harness.submit(PROMPT, **params) for _ in range(num_requests)]
         harness.run()
@@ -408,7 +408,9 @@ def test_under_load_verified_requests_predict_less_and_keep_their_tokens(
 def test_unverified_requests_predict_less_only_if_the_server_is_told_to(
     runner: ModelRunner, limits_unverified: bool
 ) -> None:
-    worker = make_mtp_worker(runner, MASK, Expensive(), limits_unverified=limits_unverified)
+    worker = make_mtp_worker(
+        runner, MASK, Expensive(mask_parts(8)), limits_unverified=limits_unverified
+    )
     harness = SchedulerHarness(SETUP, worker)
     params = {**STATIC_4, "mtp_k": 8, "max_new_tokens": 24}
     ids = [harness.submit(PROMPT, **params) for _ in range(8)]
@@ -417,19 +419,17 @@ def test_unverified_requests_predict_less_only_if_the_server_is_told_to(
     assert all(harness.outputs[req_id].step_lens == expected for req_id in ids)
 
 
-class Cycling:
+class Cycling(FixedLength):
     """A policy whose limit changes with every step."""
 
-    needs_prices = False
     LIMITS = (8, 1, 3, 1, 1, 8, 8, 1, 2)
 
     def __init__(self) -> None:
+        super().__init__(mask_parts(8))
         self._limits = itertools.cycle(self.LIMITS)
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(next(self._limits))
-
-    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None: ...
 
 
 @pytest.mark.parametrize("overlap", [True, False])

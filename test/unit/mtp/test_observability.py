@@ -14,7 +14,7 @@ from sglang.srt.device_copies import HostCopy
 from sglang.srt.managers.scheduler import SchedulerDebug
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import AbortReq
-from sglang.srt.mtp.debug_trace import DebugTrace
+from sglang.srt.speculative.debug_trace import DebugTrace
 from sglang.srt.step import worker as step_contract
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 

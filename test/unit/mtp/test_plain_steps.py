@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policy_steps import mask_parts
 from sglang.srt.lookahead.contract import Budget, StepPlan
-from sglang.srt.lookahead.length_policy import FullLength
+from sglang.srt.lookahead.length_policy import FixedLength
+from sglang.srt.lookahead.mask_rows import MaskRows, MTPConfig
+from sglang.srt.lookahead.planner import LookaheadPlanner
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.mtp.mask_drafter import MaskPlanner, MTPConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
@@ -22,10 +24,11 @@ CONFIDENT = {"mtp_enabled": True, "mtp_k": MAX_K, "mtp_strategy": ("conf_adapt",
 MODES: list[dict[str, Any]] = [CONFIDENT, CONFIDENT | {"mtp_verify": True}]
 
 
-class Limits(FullLength):
+class Limits(FixedLength):
     """Grants each step the next of these limits."""
 
     def __init__(self, *limits: int) -> None:
+        super().__init__(mask_parts(MAX_K))
         self._limits = list(limits)
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -35,7 +38,7 @@ class Limits(FullLength):
 def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     """Gives plans of steps of the same requests, without their tiers."""
     config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
-    planner = MaskPlanner(config, Limits(*limits), len(PROMPTS))
+    planner = LookaheadPlanner(MaskRows(config, len(PROMPTS)), Limits(*limits))
     rows, tokens = list(range(len(PROMPTS))), np.arange(5, dtype=np.int32)
     planner.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
     batch = ScheduleBatch(

@@ -18,11 +18,11 @@ import torch
 from sgl_kernel import ConfirmedDrafts
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.mask_ops import TorchMaskOps
 from sglang.srt.scheduling import step_builder
 from sglang.srt.scheduling.request import Req
 from sglang.srt.speculative import confirm as confirming
 from sglang.srt.speculative.drafter import ChosenTokens
+from sglang.srt.speculative.mask_ops import TorchMaskOps
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import EMITS, ROW, AcceptedTokens, RowLayout
 from sglang.srt.step.torch_step_ops import TorchStepOps

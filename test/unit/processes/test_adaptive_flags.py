@@ -12,10 +12,10 @@ import pytest
 from draft_heads import write_eagle
 from sglang.srt.environ import Environ
 from sglang.srt.lookahead.adaptive_config import CONFIG_FLAG, MAX_BATCH_SIZE
+from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, RoundOptions
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter_configs import EagleConfig
-from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, RoundOptions
 from speculation_flags_cases import refusal, resolved
 
 FILE = "steps.json"  # of the case's entries

@@ -157,16 +157,16 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     assert execution.max_graph_width == execution.max_decode_rows == 15
     assert execution.max_graph_rows > 0
     assert config.mtp is not None
-    assert config.mtp.length_policy == "load_aware"
+    assert config.mtp.length_policy == "load_aware_masks"
     assert not config.mtp.trims_rows
     assert config.mtp.packs_rows
     assert not config.mtp.bypasses_graphs
     fixed = resolved(mtp_model, platform=on_a_gpu(), environ=Environ(mtp_fixed_k=True))
     assert fixed.mtp is not None
-    assert fixed.mtp.length_policy == "full_length"
+    assert fixed.mtp.length_policy == "fixed"
     on_a_cpu = resolved(mtp_model)
     assert on_a_cpu.mtp is not None
-    assert on_a_cpu.mtp.length_policy == "load_aware"
+    assert on_a_cpu.mtp.length_policy == "load_aware_masks"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 
 from draft_heads import write_eagle
 from sglang.srt.environ import Environ
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
 from sglang.srt.server_args import ServerArgs, parse_cli
 from sglang.srt.speculative.drafter_configs import EagleConfig
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.step_sizes import MAX_REQUESTS
 from speculation_flags_cases import PLATFORM
 

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policy_steps import drafted, drafting_step
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.adaptive_config import (
     MAX_BATCH_SIZE,
     AdaptiveConfig,
     parse_adaptive_config,
 )
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts, same_size
+from sglang.srt.lookahead.ema import AdaptiveSpeculativeParams
+from sglang.srt.lookahead.ema_policy import AdaptiveController
+from sglang.srt.lookahead.length_policy import PolicyParts, same_size
+from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, LengthOptions, runtime_states
+from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
-from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
-from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, runtime_states
 from simulated_rounds import LAG
 
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
@@ -41,17 +41,24 @@ def controller(
     adaptive: AdaptiveConfig, initial: int, graph_size: Callable[[int], int] = same_size
 ) -> AdaptiveController:
     most = adaptive.candidate_steps[-1]
-    return AdaptiveController(TierParts(TierOptions(most, initial, adaptive), None, graph_size))
+    options = LengthOptions(most, initial, adaptive)
+    return AdaptiveController(PolicyParts(options=options, graph_size=graph_size))
+
+
+def steps_of(policy: AdaptiveController, num_reqs: int) -> int:
+    """Drafts that so many requests are given next."""
+    return policy.choose(drafting_step(num_reqs)).limit - 1
 
 
 def graph_keys(max_requests: int = MAX_REQUESTS) -> GraphKeys:
     return GraphKeys(GraphSupport.RAGGED_Q, max_requests, 4, 0)
 
 
-def outcome(tier: int, *correct: int, num_reqs: int | None = None) -> RoundOutcome:
+def outcome(tier: int, *correct: int, num_reqs: int | None = None) -> StepOutcome:
     """A step in which each request verified the tier's drafts."""
-    verified = [(tier, count) for count in correct] if tier else []
-    return RoundOutcome(tier, len(correct) if num_reqs is None else num_reqs, verified)
+    right = correct if tier else ()
+    told = len(correct) if num_reqs is None else num_reqs
+    return drafted(tier, told, [tier] * len(right), right)
 
 
 SLOTS = st.dictionaries(
@@ -70,8 +77,8 @@ def test_a_batch_has_the_steps_of_the_size_that_it_is_padded_to() -> None:
     padded = controller(adaptive, 3, graph_size=lambda num_reqs: -(-num_reqs // 8) * 8)
     exact = controller(adaptive, 3)
     sizes = (1, 7, 8, 9, 15, 16)
-    assert [exact.choose(UpcomingRound(size)) for size in sizes] == [3, 3, 2, 2, 2, 1]
-    assert [padded.choose(UpcomingRound(size)) for size in sizes] == [2, 2, 2, 1, 1, 1]
+    assert [steps_of(exact, size) for size in sizes] == [3, 3, 2, 2, 2, 1]
+    assert [steps_of(padded, size) for size in sizes] == [2, 2, 2, 1, 1, 1]
     assert padded.settled == 1
 
 
@@ -79,28 +86,28 @@ def test_a_round_is_counted_for_the_slot_of_its_padded_size() -> None:
     """5 requests run in a graph of 8: slot 8 hears of them, slot 1 does not."""
     policy = controller(config({1: [1, 3], 8: [1, 3]}), 3, lambda num_reqs: max(8, num_reqs))
     policy.observe(outcome(3, 0, 0, 0, 0, 0))
-    assert policy.params.get_steps_for_batch(8) == policy.choose(UpcomingRound(5)) == 1
+    assert policy.params.get_steps_for_batch(8) == steps_of(policy, 5) == 1
     assert policy.params.get_steps_for_batch(1) == 3
 
 
 def test_a_round_that_was_drafted_under_another_tier_is_not_counted() -> None:
     policy = controller(config({1: [1, 3]}), 3)
-    assert policy.choose(UpcomingRound(2)) == 3
+    assert steps_of(policy, 2) == 3
     policy.observe(outcome(3, 0, 0))
-    assert policy.choose(UpcomingRound(2)) == 1
+    assert steps_of(policy, 2) == 1
     before = policy.params.state_for_batch(2)
     for late in (outcome(3, 3, 3), outcome(3, 0, 0), outcome(0, 0, 0)):
         policy.observe(late)
     assert policy.params.state_for_batch(2) == before
     policy.observe(outcome(1, 1, 1))
-    assert policy.choose(UpcomingRound(2)) == 3
+    assert steps_of(policy, 2) == 3
 
 
 def test_of_a_round_without_drafts_its_requests_are_counted_up_to_the_probe() -> None:
     adaptive = config({1: [0, 2]}, warmup_batches=1, update_interval=3)
     policy, chosen = controller(adaptive, 0), []
     for _ in range(5):
-        chosen.append(policy.choose(UpcomingRound(3)))
+        chosen.append(steps_of(policy, 3))
         policy.observe(outcome(0, num_reqs=3))
     assert chosen == [0, 0, 0, 0, 2]
     assert policy.params.state_for_batch(3).num_rounds == 4, "the fifth was late"
@@ -115,7 +122,7 @@ def test_a_tier_whose_requests_had_no_drafts_teaches_nothing() -> None:
 
 def test_it_is_settled_before_the_first_round_and_knows_all_tiers() -> None:
     adaptive = config({1: [1, 3], 8: [0, 5]})
-    assert AdaptiveController.tiers(TierOptions(5, 3, adaptive)) == (0, 1, 3, 5)
+    assert AdaptiveController.tiers(LengthOptions(5, 3, adaptive)) == (0, 1, 3, 5)
     assert not AdaptiveController.needs_prices
     assert controller(adaptive, 3).settled == 3
     assert controller(adaptive, 5).settled == 3, "of the slot of one request"
@@ -145,7 +152,7 @@ def test_as_a_policy_it_does_what_the_rule_says_round_by_round(
     by_hand = AdaptiveSpeculativeParams(initial, config=adaptive)
     unread = deque[tuple[int, int, list[int]]]()
     for num_reqs in sizes:
-        tier = policy.choose(UpcomingRound(num_reqs))
+        tier = steps_of(policy, num_reqs)
         assert tier == policy.settled == by_hand.get_steps_for_batch(pad(num_reqs))
         most = min(chooser.randint(0, 3), num_reqs)  # few, so that means are anything
         unread.append((tier, num_reqs, [chooser.randint(0, tier) for _ in range(max(1, most))]))
@@ -189,7 +196,7 @@ def test_a_tier_that_no_slot_has_owns_no_batch_size() -> None:
 @settings(max_examples=100, deadline=None)
 @given(slots=SLOTS)
 def test_batch_sizes_of_steps_are_those_of_a_search(slots: dict[int, list[int]]) -> None:
-    adaptive, options = config(slots), TierOptions(6, 0, config(slots))
+    adaptive, options = config(slots), LengthOptions(6, 0, config(slots))
     starts = sorted(slots)
     for size in range(1, MAX_REQUESTS + 1):
         served = max((start for start in starts if start <= size), default=starts[0])

@@ -22,7 +22,7 @@ from sglang.srt.lookahead.adaptive_config import (
     parse_adaptive_config,
     read_adaptive_config,
 )
-from sglang.srt.speculative.adaptive_spec_params import (
+from sglang.srt.lookahead.ema import (
     AdaptiveSpeculativeParams,
     SlotState,
     next_steps,
@@ -709,5 +709,5 @@ def test_whatever_a_file_says_is_read_or_refused_on_one_line(value: Any) -> None
 
 
 def test_it_loads_no_torch() -> None:
-    module = "sglang.srt.speculative.adaptive_spec_params"
+    module = "sglang.srt.lookahead.ema"
     assert not modules_that_load([module], HEAVY_MODULES, ROOT / "python")

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.draft_rows import drafts_of_requests
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.speculative.draft_steps import DraftSteps, drafts_of_requests, plan_draft_steps
+from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch

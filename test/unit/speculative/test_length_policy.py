@@ -13,18 +13,15 @@ from unittest import mock
 
 import pytest
 
+from policy_steps import mask_parts, mask_policy, predicted
 from sglang.srt.lookahead.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import (
-    TRIAL_SHARE,
-    FullLength,
-    LengthPolicy,
-    LoadAwareLength,
-)
-from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.lookahead.length_policy import FixedLength, LengthPolicy, PolicyParts
+from sglang.srt.lookahead.load_aware_masks import TRIAL_SHARE
+from sglang.srt.lookahead.mask_rows import MTPConfig
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.registry import LENGTH_POLICIES
 from sglang.srt.speculative.drafter_options import DrafterConfig
@@ -77,7 +74,7 @@ def settle(
         budget = policy.choose(after(upcoming, limit))
         limit = budget.limit
         taken = min(num_accepted, limit)
-        policy.observe([Accepted(kind, True, limit, taken)] * upcoming.emitting.total(), budget)
+        policy.observe(predicted(budget, kind, [(limit, taken)] * upcoming.num_reqs))
     return limit
 
 
@@ -90,27 +87,25 @@ def after(upcoming: UpcomingStep, limit: int) -> UpcomingStep:
 
 
 def test_where_rows_cost_nothing_and_some_are_accepted_every_request_gets_its_wish() -> None:
-    assert settle(LoadAwareLength(FLAT, MAX_K), upcoming_step(50), MAX_K) == MAX_K
+    assert settle(mask_policy(FLAT, MAX_K), upcoming_step(50), MAX_K) == MAX_K
     wishes = UpcomingStep(
         Counter({EmittingRequest(UNVERIFIED, 2): 1, EmittingRequest(UNVERIFIED, 5): 1})
     )
-    assert settle(LoadAwareLength(FLAT, MAX_K), wishes, 5) == 5
-    assert FullLength().choose(wishes).limit == 5
+    assert settle(mask_policy(FLAT, MAX_K), wishes, 5) == 5
+    assert FixedLength(mask_parts()).choose(wishes).limit == 5
 
 
 def test_beyond_all_measured_rows_none_is_free() -> None:
     prices = prices_of((1, 64, 512, 896, 1024), (6.0, 6.0, 16.0, 23.0, 23.0))
-    assert settle(LoadAwareLength(prices, MAX_K), upcoming_step(64, prompts=8192), 1) == 1
+    assert settle(mask_policy(prices, MAX_K), upcoming_step(64, prompts=8192), 1) == 1
 
 
 def test_lengths_fall_with_load_and_with_failure() -> None:
-    limits = [
-        settle(LoadAwareLength(KNEE, MAX_K), upcoming_step(n), 3) for n in (1, 4, 16, 64, 256)
-    ]
+    limits = [settle(mask_policy(KNEE, MAX_K), upcoming_step(n), 3) for n in (1, 4, 16, 64, 256)]
     assert limits[0] >= 3
     assert limits[-1] == 1
     assert all(a >= b for a, b in pairwise(limits))
-    lucky, unlucky = (settle(LoadAwareLength(KNEE, MAX_K), upcoming_step(10), n) for n in (8, 2))
+    lucky, unlucky = (settle(mask_policy(KNEE, MAX_K), upcoming_step(10), n) for n in (8, 2))
     assert lucky == 4, "70 rows for 40 tokens; 150 for 80 cost twice as much"
     assert lucky > unlucky
 
@@ -118,11 +113,11 @@ def test_lengths_fall_with_load_and_with_failure() -> None:
 def test_a_prompt_makes_no_prediction_cheaper() -> None:
     """In a step of thousands of rows a few hundred more seem to cost little. They cost what they
     cost: more time than the tokens take that they may bring."""
-    policy = LoadAwareLength(KNEE, MAX_K)
+    policy = mask_policy(KNEE, MAX_K)
     for _ in range(100):
         budget = policy.choose(upcoming_step(10))
-        accepted = [Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)]
-        policy.observe(accepted, budget)
+        pairs = [(2, 1 + (n % 5 == 0)) for n in range(10)]
+        policy.observe(predicted(budget, UNVERIFIED, pairs))
     assert policy.choose(upcoming_step(10)).limit > 1
     assert policy.choose(upcoming_step(10, prompts=512)).limit == 1
 
@@ -131,7 +126,7 @@ def test_a_prompt_makes_no_prediction_cheaper() -> None:
 def test_looking_ahead_never_takes_a_step_out_of_its_graph(num_accepted: int) -> None:
     """Even where launched steps seem to cost nothing; a step that has no graph anyway may."""
     prices = replace(gpu_prices(), eager=Curve((1, 4096), (0.1, 0.1)))
-    policy, limits = LoadAwareLength(prices, MAX_K), set[int]()
+    policy, limits = mask_policy(prices, MAX_K), set[int]()
     for prompts in (0, 512, 900) * 100:
         for pending in (1, MAX_K):
             upcoming = upcoming_step(128, VERIFIED, pending=pending, prompts=prompts)
@@ -141,7 +136,7 @@ def test_looking_ahead_never_takes_a_step_out_of_its_graph(num_accepted: int) ->
             stays = prices.replays(upcoming.current_shape(limit))
             assert stays or not prices.replays(upcoming.current_shape(1))
             taken = min(limit, num_accepted)
-            policy.observe([Accepted(VERIFIED, True, limit, taken)] * 128, budget)
+            policy.observe(predicted(budget, VERIFIED, [(limit, taken)] * 128))
     assert num_accepted == 1 or max(limits) > 1
 
 
@@ -149,7 +144,7 @@ def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
     """Rows that are free alone delay those who decode beside it."""
     lone = EmittingRequest(VERIFIED, MAX_K)
     beside = UpcomingStep(Counter({lone: 1, EmittingRequest(None, 1): 120}))
-    policy = LoadAwareLength(KNEE, MAX_K)
+    policy = mask_policy(KNEE, MAX_K)
     assert settle(policy, UpcomingStep(Counter({lone: 1})), 4, kind=VERIFIED) >= 4
     assert policy.choose(beside).limit == 1
 
@@ -168,7 +163,7 @@ def test_what_cannot_be_shortened_is_not_what_is_decided() -> None:
 
 def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
     """It tries as little as may pay, for a step's time at most, and waits for results."""
-    policy = LoadAwareLength(KNEE, MAX_K)
+    policy = mask_policy(KNEE, MAX_K)
     limits = [1]
     for _ in range(10):
         limits.append(policy.choose(after(upcoming_step(40), limits[-1])).limit)
@@ -177,7 +172,7 @@ def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
 
 
 def test_what_fails_is_tried_again_later_within_its_budget() -> None:
-    policy, upcoming = LoadAwareLength(KNEE, MAX_K), upcoming_step(40)
+    policy, upcoming = mask_policy(KNEE, MAX_K), upcoming_step(40)
     limits, extra_ms = [1], 0.0
     plain_ms = KNEE.price_ms(upcoming.plain_shape())
     for _ in range(3000):
@@ -185,7 +180,7 @@ def test_what_fails_is_tried_again_later_within_its_budget() -> None:
         budget = policy.choose(step)
         limits.append(budget.limit)
         extra_ms += KNEE.price_ms(step.current_shape(limits[-1])) - plain_ms
-        policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40, budget)
+        policy.observe(predicted(budget, UNVERIFIED, [(limits[-1], 1)] * 40))
     tries = [place for place, limit in enumerate(limits) if limit > 1]
     assert len(tries) >= 3
     assert max(tries) > 1500
@@ -193,14 +188,14 @@ def test_what_fails_is_tried_again_later_within_its_budget() -> None:
 
 
 def test_gains_of_one_phase_are_no_credit_for_the_next() -> None:
-    policy, upcoming = LoadAwareLength(KNEE, MAX_K), upcoming_step(30)
+    policy, upcoming = mask_policy(KNEE, MAX_K), upcoming_step(30)
     limit, num_bad = settle(policy, upcoming, MAX_K), 0
     assert limit > 1
     while limit > 1:
         num_bad += 1
         budget = policy.choose(after(upcoming, limit))
         limit = budget.limit
-        policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30, budget)
+        policy.observe(predicted(budget, UNVERIFIED, [(limit, 1)] * 30))
     assert num_bad < 8
 
 
@@ -225,7 +220,7 @@ def test_a_request_whose_prompt_ends_feeds_masks_behind_it() -> None:
 
 def test_kv_that_is_read_makes_tokens_dearer_and_rows_no_dearer() -> None:
     prices = prices_of((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0), kv_ms=1e-4)
-    policies = [LoadAwareLength(prices, MAX_K) for _ in range(2)]
+    policies = [mask_policy(prices, MAX_K) for _ in range(2)]
     empty, full = (
         settle(policy, upcoming_step(60, kv_tokens=kv_tokens), 3)
         for policy, kv_tokens in zip(policies, (0, 200_000), strict=True)
@@ -235,7 +230,7 @@ def test_kv_that_is_read_makes_tokens_dearer_and_rows_no_dearer() -> None:
 
 def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
     def limit(tokens_per_output: int) -> int:
-        policy = LoadAwareLength(KNEE, MAX_K)
+        policy = mask_policy(KNEE, MAX_K)
         steps_per_end = tokens_per_output / 3
         found = 1
         for step in range(400):
@@ -243,7 +238,7 @@ def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
             emitting = upcoming_step(20).emitting
             budget = policy.choose(UpcomingStep(emitting, num_ended=20 * num_ended))
             found = budget.limit
-            policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20, budget)
+            policy.observe(predicted(budget, UNVERIFIED, [(found, min(found, 3))] * 20))
         return found
 
     assert limit(2) == 1 < limit(200)
@@ -304,21 +299,23 @@ def test_nothing_certain_is_no_certain_gain() -> None:
 
 
 def test_the_policy_hears_what_became_of_each_step_it_chose_for(small_model: Path) -> None:
-    policy = FullLength()
+    policy = FixedLength(mask_parts(4))
     setup = Setup(max_running_requests=4)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
     harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy, limits_unverified=True))
     ahead = {"max_new_tokens": 9, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
     with mock.patch.object(policy, "observe") as observe:
         harness.generate([[1, 2], [3]], max_new_tokens=9, temperature=0.0)
-        observe.assert_not_called()
+        assert all(call.args[0].plan.budget is None for call in observe.call_args_list)
+        observe.reset_mock()
         harness.generate([[1, 2]], **ahead)
-        ([first], budget), _ = observe.call_args_list[0]
-        assert (first[:4], budget) == ((None, True, 4, 4), Budget(4))
-        assert first.row in range(4)
+        first = observe.call_args_list[0].args[0]
+        assert (first.kinds, first.is_adjustable) == ([None], [True])
+        assert (first.num_tried, first.num_accepted, first.plan.budget.limit) == ([4], [4], 4)
+        assert first.rows[0] in range(4)
         observe.reset_mock()
         harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **ahead)
-        kinds = [call.args[0][0].kind for call in observe.call_args_list]
+        kinds = [call.args[0].kinds[0] for call in observe.call_args_list]
         assert set(kinds) == {Kind(False, 5)}
 
 
@@ -327,32 +324,35 @@ def test_of_verified_drafts_those_are_counted_that_were_there(
     small_model: Path, overlap: bool
 ) -> None:
     """After a wrong draft a step has none, and its one token says nothing."""
-    policy = FullLength()
+    policy = FixedLength(mask_parts(4))
     setup = Setup(max_running_requests=4, enable_overlap=overlap)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
     harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy))
     params = {"max_new_tokens": 40, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
     with mock.patch.object(policy, "observe") as observe:
         harness.generate([[1, 2]], mtp_verify=True, ignore_eos=True, **params)
-    steps = [call.args[0][0] for call in observe.call_args_list]
-    assert steps[0][:4] == (VERIFIED, True, 1, 1)
-    for before, step in pairwise(steps):
-        assert step.num_tried == (4 if before.num_accepted == before.num_tried else 1)
-        assert step.num_accepted <= step.num_tried
-    assert {step.num_tried for step in steps} == {1, 4}
+    outcomes = [call.args[0] for call in observe.call_args_list]
+    assert {outcome.kinds[0] for outcome in outcomes} == {VERIFIED}
+    steps = [(*outcome.num_tried, *outcome.num_accepted) for outcome in outcomes]
+    steps = [step for step in steps if step[0]]  # one that sat the step out teaches nothing
+    assert steps[0] == (1, 1)
+    for (tried_before, taken_before), (tried, taken) in pairwise(steps):
+        assert tried == (4 if taken_before == tried_before else 1)
+        assert taken <= tried
+    assert {tried for tried, _ in steps} == {1, 4}
 
 
 def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     heard: list[UpcomingStep] = []
 
-    class Recording(FullLength):
+    class Recording(FixedLength):
         def choose(self, upcoming: UpcomingStep) -> Budget:
             heard.append(upcoming)
             return super().choose(upcoming)
 
     setup = Setup(max_running_requests=8, chunked_prefill_size=20, use_radix_cache=False)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording()))
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording(mask_parts(MAX_K))))
     ahead = {"max_new_tokens": 60, "mtp_enabled": True, "temperature": 0.0, "ignore_eos": True}
     harness.submit([1, 2], max_new_tokens=60, temperature=0.0, ignore_eos=True)
     harness.submit([3], mtp_k=3, **ahead)
@@ -382,14 +382,14 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
 def test_ends_are_counted_when_their_rows_are_given_away(small_model: Path) -> None:
     heard: list[int] = []
 
-    class Recording(FullLength):
+    class Recording(FixedLength):
         def choose(self, upcoming: UpcomingStep) -> Budget:
             heard.append(upcoming.num_ended)
             return super().choose(upcoming)
 
     setup = Setup(max_running_requests=2)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording()))
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording(mask_parts(MAX_K))))
     params = {"max_new_tokens": 5, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
     harness.generate([[1], [2], [3], [4], [5]], mtp_verify=True, **params)
     assert sum(heard) == 3
@@ -402,7 +402,7 @@ def test_prices_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
     for measures in (False, True):
         runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
         mtp = MTPConfig(
-            mask_token_id=5, max_k=MAX_K, length_policy="load_aware" if measures else "full_length"
+            mask_token_id=5, max_k=MAX_K, length_policy="load_aware_masks" if measures else "fixed"
         )
         prices = PriceMeter(runner, 4, MTP_MAX_ROWS).measure() if measures else None
         worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp), prices)
@@ -413,15 +413,15 @@ def test_prices_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-class Alternating:
+class Alternating(FixedLength):
     """A policy of a test: k and no look-ahead in turn."""
 
-    needs_prices = False
     made: ClassVar[list[Alternating]] = []
 
-    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
-        assert prices is None
-        assert max_k == MAX_K
+    def __init__(self, parts: PolicyParts) -> None:
+        assert parts.steps is None
+        assert parts.options.max_drafts == MAX_K - 1
+        super().__init__(parts)
         self.chosen: list[int] = []
         self.num_observed = 0
         self.made.append(self)
@@ -430,8 +430,9 @@ class Alternating:
         self.chosen.append(1 if len(self.chosen) % 2 else upcoming.longest)
         return Budget(self.chosen[-1])
 
-    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
-        assert budget.limit in self.chosen
+    def observe(self, outcome: StepOutcome) -> None:
+        assert outcome.plan.budget is not None
+        assert outcome.plan.budget.limit in self.chosen
         self.num_observed += 1
 
 
@@ -442,7 +443,7 @@ def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_tok
     setup = Setup(max_running_requests=4)
     params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
     tokens = []
-    for name in ("full_length", "alternating"):
+    for name in ("fixed", "alternating"):
         runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
         mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, length_policy=name)
         worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sglang.srt.lookahead.ngram_tier import class_of
+from sglang.srt.lookahead.matched_drafts import class_of
 from sglang.srt.speculative.ngram_confidence import (
     PRIOR_TRIALS,
     BranchConfidence,

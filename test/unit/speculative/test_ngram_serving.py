@@ -20,7 +20,8 @@ from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.tier_policy import RoundOutcome
+from sglang.srt.lookahead.matched_drafts import class_of
+from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.ngram_ops import Continuation
@@ -259,8 +260,8 @@ def test_how_many_are_drafted_by_load_is_learnt_of_drafts_that_a_budget_leaves(
     policy = harness.planner.policy
     observe, told = policy.observe, Counter[int]()
 
-    def noted(outcome: RoundOutcome) -> None:
-        told.update(count for _, count, _ in outcome.matched)
+    def noted(outcome: StepOutcome) -> None:
+        told.update(count for count in outcome.num_fed if count)
         observe(outcome)
 
     policy.observe = noted
@@ -435,7 +436,8 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
     first branches."""
     harness = Served(target, ngram_config(3, breadth, tier_policy="matched"), prices=FREE_ROWS)
     ops, found, told = harness.drafter._ops, deque[dict[int, int]]([{}]), 0
-    find, matched = ops.find, harness.planner._matched
+    rows = harness.planner.rows
+    find, outcome = ops.find, rows.outcome
 
     def noted(rows: torch.Tensor, count: int, taken: torch.Tensor | None = None) -> Any:
         result = find(rows, count, taken)
@@ -447,11 +449,14 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
 
     def checked(record: StepRecord, result: HostResult) -> Any:
         nonlocal told
-        before, given = steps.popleft(), matched(record, result)
-        fed = [row for row, n in zip(record.rows, result.num_drafts, strict=False) if n]
-        for (match_len, _, _), row in zip(given, fed, strict=True):
-            assert match_len == before[row]
-            told += 1
+        given = outcome(record, result)
+        if record.plan.num_drafted_for is None:
+            return given
+        before = steps.popleft()
+        for row, count, kind in zip(record.rows, given.num_fed, given.kinds, strict=False):
+            if count:
+                assert kind.match == class_of(before[row])
+                told += 1
         return given
 
     plan, steps = harness.planner.plan, deque[dict[int, int]]()
@@ -463,7 +468,7 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
         return made
 
     ops.find = noted
-    vars(harness.planner).update(_matched=checked, plan=planned)
+    harness.planner.plan, rows.outcome = planned, checked
     serve(harness, right_tokens(target))
     assert told > 100
 

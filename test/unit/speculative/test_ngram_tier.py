@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
 
-from sglang.srt.lookahead.ngram_tier import (
+from policy_steps import plan_of
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.matched_drafts import (
     LONGEST_OF_CLASS,
     NUM_CLASSES,
     PRIORS,
-    MatchedTier,
+    MatchedDrafts,
     class_of,
 )
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import RoundOutcome, TierParts
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import StepCases
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
 LONGEST = 18
@@ -42,6 +45,10 @@ NOVEL_NODES = (
 REPEATED_NODES = (*((0, place) for place in range(7)), (1, 0), (1, 1), (2, 0), (3, 0))
 
 
+def kind_of(match_len: int) -> Kind:
+    return Kind(match=class_of(match_len))
+
+
 @dataclass(frozen=True)
 class Prices:
     """Rounds of a GPU: `per_row` and `per_round` are shares of a plain step."""
@@ -50,7 +57,7 @@ class Prices:
     per_round: float = 0.02
     spread: float = 0.002
 
-    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
         rows = num_drafts * upcoming.num_reqs
         return PLAIN_MS * (1 + (self.per_round + self.per_row * rows if num_drafts else 0.0))
 
@@ -59,7 +66,7 @@ class Prices:
 class Decoding:
     """Requests that decode side by side. Speeds are tokens per time, of plain decoding 1."""
 
-    policy: MatchedTier
+    policy: MatchedDrafts
     prices: Prices
     num_reqs: int
     has_trees: bool
@@ -72,12 +79,13 @@ class Decoding:
 
     def run(self, num_steps: int, repeats: bool) -> float:
         """Speed of so many steps of text that repeats itself, or does not."""
-        ms, num_tokens, upcoming = 0.0, 0, UpcomingRound(self.num_reqs)
+        ms, num_tokens, upcoming = 0.0, 0, StepCases(self.num_reqs)
         for _ in range(num_steps):
-            next_tier = self.policy.choose(upcoming._replace(match_lens=self.lens[0]))
+            kinds = Counter(EmittingRequest(kind_of(each), 1 + MAX_DRAFTS) for each in self.lens[0])
+            next_tier = self.policy.choose(UpcomingStep(kinds)).limit - 1
             rights = [self._right(length, repeats) for length in self.lens[-1]]
             fed = zip(self.lens[-1], rights, strict=True)
-            self.unread.append([(length, self.tier, right) for length, right in fed if self.tier])
+            self.unread.append([(length, self.tier, right) for length, right in fed])
             self.lens.append([
                 self._next(length + len(right) + 1, repeats)
                 for length, right in zip(self.lens[-1], rights, strict=True)
@@ -86,9 +94,25 @@ class Decoding:
             num_tokens += sum(map(len, rights)) + self.num_reqs
             ms += self.prices.round_ms(upcoming, self.tier)
             if len(self.unread) == LAG:
-                self.policy.observe(RoundOutcome(0, self.num_reqs, (), self.unread.popleft()))
+                self._read(self.unread.popleft())
             self.tier = next_tier
         return num_tokens / self.num_reqs / (ms / PLAIN_MS)
+
+    def _read(self, requests: list[tuple[int, int, list[int]]]) -> None:
+        lens, fed, rights = zip(*requests, strict=True)
+        taken = [1 + len(right) for right in rights]
+        self.policy.observe(
+            StepOutcome(
+                plan=plan_of(0, self.num_reqs),
+                rows=range(self.num_reqs),
+                num_tried=[1 + count for count in fed],
+                num_accepted=taken,
+                num_tokens=sum(taken),
+                num_fed=fed,
+                kinds=[kind_of(length) for length in lens],
+                paths=[[0, *(1 + place for place in right)] for right in rights],
+            )
+        )
 
     def _right(self, match_len: int, repeats: bool) -> list[int]:
         """Places of the drafts that are right, of those that are fed."""
@@ -119,7 +143,9 @@ class Decoding:
 
 def decoding(per_row: float, num_reqs: int, has_trees: bool = False) -> Decoding:
     prices = Prices(per_row)
-    policy = MatchedTier(TierParts(TierOptions(MAX_DRAFTS, has_trees=has_trees), prices))
+    policy = MatchedDrafts(
+        PolicyParts(options=LengthOptions(MAX_DRAFTS, has_trees=has_trees), rounds=prices)
+    )
     return Decoding(policy, prices, num_reqs, has_trees)
 
 

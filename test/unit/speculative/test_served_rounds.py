@@ -4,6 +4,7 @@ prompts take the room that drafts would have had for nothing, and steps take lon
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,22 @@ from unittest import mock
 
 import pytest
 
+from policy_steps import drafted, drafting_step
 from served_rounds import MAX_DRAFTS, Load, ServedRounds, batch_of, rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.load_aware_drafts import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.lookahead.prompt_mix import (
     MAX_NUMBERS,
     MEMORY_STEPS,
     ROW_GRAIN,
     PromptMix,
-    round_of,
+    case_of,
 )
-from sglang.srt.lookahead.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
-from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
-from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.tile_spec.budget import RoundTables
+from sglang.srt.lookahead.round_options import RoundOptions
+from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRounds, StepCase, StepCases
+from sglang.srt.lookahead.tile_spec import RoundTables
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import Curve
 from tile_spec_decode import Text
 
@@ -111,8 +115,8 @@ def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> N
     policy._rest = RestRule()
     for _ in range(REST_AFTER):
         policy._rest.step(False, is_fed=False)
-    assert policy.rests
-    with mock.patch.object(planner._left_out, "lacks_tokens", return_value=not is_fed):
+    assert policy._rest.rests
+    with mock.patch.object(planner.rows._left_out, "lacks_tokens", return_value=not is_fed):
         given = [max(planner.plan(batch_of([0])).next_drafts) for _ in range(CONTEXT_STEPS + 1)]
     assert given[-1] > 0
     assert (given[0] > 0) == is_fed
@@ -124,10 +128,10 @@ def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:
     served = ServedRounds(Load(64, 2048, 64), NEVER, BY_LOAD, can_rest=True)
     served.rate(1, 300)
     policy: Any = served.planner.policy
-    asked: list[UpcomingRound] = []
+    asked: list[StepCases] = []
     feed_ms = policy._feed_ms
 
-    def noted(upcoming: UpcomingRound) -> float:
+    def noted(upcoming: StepCases) -> float:
         asked.append(upcoming)
         return float(feed_ms(upcoming))
 
@@ -139,20 +143,29 @@ def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:
 # ------------------------------------------------------------ parts
 
 
+def hear(
+    mix: PromptMix, num_tokens: int, num_prompts: int = 0, rows: int = 0, is_full: bool = False
+) -> None:
+    """Of a step in which a request decodes."""
+    emitting = Counter({EmittingRequest(Kind(), 2): 1})
+    if not is_full:
+        emitting[EmittingRequest(Kind(), 2, pending=0)] = num_prompts
+    mix.plan(UpcomingStep(emitting, prompt_rows=rows, prompt_reqs=int(is_full)))
+    mix.observe(drafted(0, 1, [0], [num_tokens - 1]))
+
+
 def test_how_often_prompts_share_steps_is_remembered_for_a_while() -> None:
     mix = PromptMix(8192)
-    assert mix.upcoming(4, 100, 1.0) == UpcomingRound(4, 100)
+    assert mix.cases(drafting_step(4, 1, 100), 1.0) == StepCases(4, 100)
     for number in range(400):
-        mix.observe(*((1, 100) if number % 4 == 0 else (0, 0)))
-        mix.hear(8)
-    (none, no_rows), *some = mix.upcoming(4, 100, 2.0).prompts
+        hear(mix, 8, *((1, 100) if number % 4 == 0 else (0, 0)))
+    (none, no_rows), *some = mix.cases(drafting_step(4, 1, 100), 2.0).prompts
     assert no_rows == 0
     assert none == pytest.approx(math.exp(-0.25), abs=0.03)
     assert next(rows for _, rows in some) == round(100 / ROW_GRAIN) * ROW_GRAIN
     for _ in range(8 * MEMORY_STEPS):
-        mix.observe(0, 0)
-        mix.hear(8)
-    assert mix.upcoming(4, 100, 2.0) == UpcomingRound(4, 100)
+        hear(mix, 8)
+    assert mix.cases(drafting_step(4, 1, 100), 2.0) == StepCases(4, 100)
 
 
 def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
@@ -160,10 +173,9 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
     counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
     mix = PromptMix(8192)
     for number in range(400):
-        mix.observe(*((1, 50) if number % 2 == 0 else (0, 0)))
-        mix.hear(32)
+        hear(mix, 32, *((1, 50) if number % 2 == 0 else (0, 0)))
     for num_reqs, pace in ((16, 1.0), (16, 2.0), (16, 4.0), (64, 1.0), (64, 3.0), (512, 8.0)):
-        prompts = mix.upcoming(num_reqs, 0, pace).prompts
+        prompts = mix.cases(drafting_step(num_reqs), pace).prompts
         assert len(prompts) <= MAX_NUMBERS + 1
         assert sum(chance for chance, _ in prompts) == pytest.approx(1.0)
         expected = num_reqs * pace / 64
@@ -179,10 +191,9 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
     for number in range(640):
         place = number % 16
         rows = chunk if place < 11 else 512 if place == 11 else 0
-        mix.observe(int(rows > 0), rows, is_full=rows == chunk)
-        mix.hear(32)
+        hear(mix, 32, int(rows > 0), rows, is_full=rows == chunk)
     for pace, share in ((2.0, 11 / 16), (1.0, 11 / 32), (8.0, 1.0)):
-        found = {rows: chance for chance, rows in mix.upcoming(16, 0, pace).prompts}
+        found = {rows: chance for chance, rows in mix.cases(drafting_step(16), pace).prompts}
         assert max(found) == chunk
         assert found[chunk] == pytest.approx(share, abs=0.08)
         assert sum(found.values()) == pytest.approx(1.0)
@@ -194,11 +205,11 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
 def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     """In steps so wide that each row costs the same, prompts change nothing."""
     prices = rounds()
-    alone = UpcomingRound(512)
+    alone = StepCases(512)
     beside = alone._replace(prompts=((1.0, 1024),))
     for tier in (1, 3, 7):
         assert prices.round_ms(beside, tier) == pytest.approx(prices.round_ms(alone, tier), rel=0.1)
-    few = UpcomingRound(8)
+    few = StepCases(8)
     mixed = few._replace(prompts=((0.75, 0), (0.25, 512)))
     sure = few._replace(prompts=((1.0, 512),))
     expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
@@ -219,7 +230,7 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
 
     target = replace(target, find=find, graphs_ms={key: 10.0}, eager=Curve((1, 4096), (99.0, 99.0)))
     prices = MeasuredRounds(target, head, max_requests=most)
-    beside = UpcomingRound(most, 0, ((1.0, 64),))
+    beside = StepCases(most, 0, ((1.0, 64),))
     for num_drafts in (0, 1, 7):
         full = prices.cost(most, num_drafts, most * (1 + num_drafts), 64)
         assert full.rows_ms < 99.0
@@ -233,15 +244,15 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
 
 
 def test_a_step_knows_its_prompts() -> None:
-    assert round_of(batch_of([0, 0, 0])) == RoundCase(3)
-    assert round_of(batch_of([100, 0, 20, 0])) == RoundCase(2, 0, 128)
+    assert case_of(batch_of([0, 0, 0])) == StepCase(3)
+    assert case_of(batch_of([100, 0, 20, 0])) == StepCase(2, 0, 128)
 
 
 def test_prices_that_are_remembered_are_bounded() -> None:
     """Prompts are of any number of rows."""
     prices = rounds()
-    right = prices.round_ms(UpcomingRound(8), 3)
+    right = prices.round_ms(StepCases(8), 3)
     for number in range(2 * MAX_COSTS):
-        prices.round_ms(UpcomingRound(8, 0, ((1.0, number),)), 3)
+        prices.round_ms(StepCases(8, 0, ((1.0, number),)), 3)
     assert prices._known_cost.cache_info().currsize <= MAX_COSTS
-    assert prices.round_ms(UpcomingRound(8), 3) == right
+    assert prices.round_ms(StepCases(8), 3) == right

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 
+from policy_steps import drafting_step
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
-from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import (
+from sglang.srt.lookahead.length_policy import FixedLength, PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import (
     PROBE_SHARE,
     PROBE_STEPS,
-    FixedTier,
-    LoadAwareTier,
-    TierParts,
+    LoadAwareDrafts,
     best_tier,
     hopeful_tiers,
 )
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCases
+from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, StepShape
 from simulated_rounds import H200_MS, Decoding, ListedRounds, best_ms_per_token
@@ -31,8 +33,12 @@ CHANCES = [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
 def load_aware(num_reqs: int, costs_ms: tuple[float, ...]) -> Decoding:
-    parts = TierParts(TierOptions(len(costs_ms) - 1), ListedRounds({num_reqs: costs_ms}))
-    return Decoding(LoadAwareTier(parts), num_reqs)
+    parts = PolicyParts(
+        options=LengthOptions(len(costs_ms) - 1),
+        num_rows=num_reqs,
+        rounds=ListedRounds({num_reqs: costs_ms}),
+    )
+    return Decoding(LoadAwareDrafts(parts), num_reqs)
 
 
 def random_costs(chooser: random.Random) -> tuple[float, ...]:
@@ -149,15 +155,17 @@ def test_where_tiers_gain_nearly_the_same_it_loses_little(num_reqs: int, chance:
 def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
     """Steps that feed the head, since drafts paid a moment ago, are not owed for without end."""
     prices, feed_ms = ListedRounds({1: (4.0, 4.3)}), 0.2
-    policy = LoadAwareTier(TierParts(TierOptions(1), prices, feed_ms=lambda upcoming: feed_ms))
-    found = {}
+    policy = LoadAwareDrafts(
+        PolicyParts(options=LengthOptions(1), rounds=prices, feed_ms=lambda cases: feed_ms)
+    )
+    found, step = {}, drafting_step(1)
     for num_steps in (40, 4000):
-        for step in range(num_steps):
-            policy.choose(
-                UpcomingRound(1, lengths=lambda most, pays=step % 8 == 0: [1.0, 1.0 + pays])
-            )
-        plain = UpcomingRound(1, lengths=lambda most: [1.0, 1.0])
-        found[num_steps] = next(step for step in itertools.count() if policy.choose(plain))
+        for number in range(num_steps):
+            pays = number % 8 == 0
+            with mock.patch.object(Stretches, "lengths", return_value=[1.0, 1.0 + pays]):
+                policy.choose(step)
+        with mock.patch.object(Stretches, "lengths", return_value=[1.0, 1.0]):
+            found[num_steps] = next(n for n in itertools.count() if policy.choose(step).limit > 1)
     assert found[4000] <= found[40] + 300
 
 
@@ -165,11 +173,12 @@ def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
     config = parse_adaptive_config(
         b'{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [1]}}', "here"
     )
-    options = TierOptions(3, 3, config)
-    assert LoadAwareTier.tiers(options) == (0, 1, 3)
+    options = LengthOptions(3, 3, config)
+    assert LoadAwareDrafts.tiers(options) == (0, 1, 3)
     for num_reqs, allowed in ((1, {0, 1, 3}), (8, {0, 1}), (32, {0, 1})):
-        parts = TierParts(options, ListedRounds({num_reqs: H200_MS[num_reqs]}))
-        served = Decoding(LoadAwareTier(parts), num_reqs)
+        prices = ListedRounds({num_reqs: H200_MS[num_reqs]})
+        parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
+        served = Decoding(LoadAwareDrafts(parts), num_reqs)
         found = served.run(H200_MS[num_reqs], 300, lambda step: 0.9)
         assert set(found.tiers) <= allowed
         assert found.tiers[max(allowed)] > found.tiers.total() / 2
@@ -178,16 +187,18 @@ def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("max_drafts", [1, 2, 3, 5, 6, 8, 9, 31, 63])
 def test_tiers_reach_from_none_to_all(max_drafts: int) -> None:
-    options = TierOptions(max_drafts)
-    tiers = LoadAwareTier.tiers(options)
+    options = LengthOptions(max_drafts)
+    tiers = LoadAwareDrafts.tiers(options)
     assert list(tiers) == sorted({*tiers})
     assert tiers[0] == 0
     assert tiers[-1] == max_drafts
     assert len(tiers) <= 10, "each has graphs of its own"
     if max_drafts <= 5:
         assert tiers == tuple(range(max_drafts + 1))
-    assert FixedTier.tiers(options) == (max_drafts,)
-    assert FixedTier(TierParts(options)).choose(UpcomingRound(1)) == max_drafts
+    assert FixedLength.tiers(options) == (max_drafts,)
+    assert FixedLength(PolicyParts(options=options)).choose(drafting_step(1, max_drafts)).limit == (
+        1 + max_drafts
+    )
 
 
 def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> None:
@@ -219,7 +230,7 @@ def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> 
         cost += kv_tokens * (0.02 + 0.01 * (1 + num_drafts))
         if num_drafts:
             cost += 3.0 * num_reqs + (num_drafts - 1) * (7.0 + 0.03 * kv_tokens)
-        found = prices.round_ms(UpcomingRound(num_reqs, kv_tokens), num_drafts)
+        found = prices.round_ms(StepCases(num_reqs, kv_tokens), num_drafts)
         assert found == pytest.approx(cost)
 
 

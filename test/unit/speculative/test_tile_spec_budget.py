@@ -14,17 +14,17 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase, UpcomingRound
-from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.speculative.drafter import plan_of_drafts
-from sglang.srt.speculative.tile_spec.budget import (
+from sglang.srt.lookahead.cut import LatencyTable
+from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCase, StepCases
+from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,
     CutRounds,
     RoundTables,
     TileSpec,
     resampled,
 )
-from sglang.srt.speculative.tile_spec.core import LatencyTable
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
@@ -50,17 +50,17 @@ def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRounds
 
 def test_buckets_are_the_graphs_that_a_step_may_replay() -> None:
     tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
-    found = tables.table(RoundCase(64), DEPTH)
+    found = tables.table(StepCase(64), DEPTH)
     assert found.rows == (96, 128, 160, 192, 224, 256)
     assert found.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
-    few = tables.table(RoundCase(5), 1)
+    few = tables.table(StepCase(5), 1)
     assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
     assert few.most_gain == 0.0, "one graph serves any number of them"
 
 
 def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
     tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
-    without, with_kv = (tables.table(RoundCase(64, kv), DEPTH) for kv in (0, 64_000))
+    without, with_kv = (tables.table(StepCase(64, kv), DEPTH) for kv in (0, 64_000))
     more = np.subtract(with_kv.costs_ms, without.costs_ms)
     # The target and the head over so many rows, then two draft steps over one row of each request.
     each = [2 * (1e-6 + 1e-7 * rows / 64) + 2 * (1e-6 + 1e-7) for rows in without.rows]
@@ -71,7 +71,7 @@ def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
 def test_where_packed_steps_replay_no_graph_they_are_priced_without() -> None:
     """Uniform graphs serve steps of all drafts alone."""
     tables = RoundTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
-    found = tables.table(RoundCase(64), DEPTH)
+    found = tables.table(StepCase(64), DEPTH)
     assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
     assert min(found.costs_ms[:-1]) > 1000
     assert found.most_gain == 0.0
@@ -107,6 +107,11 @@ class Cutting:
         return plan
 
     def observe(self, result: HostResult) -> list[tuple[int, int]]:
+        """Of each request that had drafts, how many, and how many of them were right."""
+        found = zip(self._record.plan.num_drafts, self._accepted(result), strict=True)
+        return [(count, taken - 1) for count, taken in found if count]
+
+    def _accepted(self, result: HostResult) -> list[int]:
         return self.tile_spec.observe(self._record, result)
 
 
@@ -175,7 +180,7 @@ def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
         for _ in range(3):
             plans.append(cutting.cut([DEPTH] * 4).counts)
             told.append(cutting.observe(result_of([DEPTH, 0, 1, DEPTH], [1, 0, 1, 0])))
-        plans.append(cutting.tile_spec.gain(RoundCase(4), DEPTH))
+        plans.append(cutting.tile_spec.gain(StepCase(4), DEPTH))
     assert plans[:4] == plans[4:]
     assert told[:3] == told[3:]
 
@@ -208,7 +213,7 @@ def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance
 def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps() -> None:
     rounds = MeasuredRounds(DEAR_ROWS, FREE_DRAFTS)
     cutting = Cutting(rounds)
-    cut_rounds, upcoming, found = CutRounds(rounds, cutting.tile_spec), UpcomingRound(4), []
+    cut_rounds, upcoming, found = CutRounds(rounds, cutting.tile_spec), StepCases(4), []
     for _ in range(2 * LOOK_STEPS):
         found.append(cut_rounds.round_ms(upcoming, DEPTH))
         assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sglang.srt.speculative.tile_spec.core import (
+from sglang.srt.lookahead.cut import (
     JUMP,
     LEAST_CHANCE,
     MOST_CHANCE,

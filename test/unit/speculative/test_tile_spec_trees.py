@@ -29,9 +29,10 @@ from pairwise import name_of, pairwise_cases
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import serving, setup_of
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase
-from sglang.srt.speculative.drafter import ComputedStep, plan_of_drafts
-from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, confirmed_nodes
+from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCase
+from sglang.srt.lookahead.tile_spec import RoundTables, TileSpec, confirmed_nodes
+from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.step_ops import Q_LEN
@@ -192,7 +193,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
         assert harness.seen["cut steps"] == 0
     assert plans[0] == plans[1]
     assert not any(plan.wants_paths for plan, _ in plans[1])
-    assert harness.planner.tile_spec._scores is None
+    assert harness.planner.rows.tile_spec._scores is None
 
 
 def test_where_rows_are_dear_only_likely_nodes_are_verified(
@@ -348,7 +349,7 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
             confirmed_path(tree, count, power, luck) for tree, count in zip(trees, fed, strict=True)
         ]
         told = tile_spec.observe(record, result_of(found, fed))
-        assert told == [(shape.num_drafts, len(path) - 1) for path in found]
+        assert told == [len(path) for path in found]
     scores = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5])
     learnt = tile_spec._calibration.predict(scores)
     assert learnt == pytest.approx(scores**power, abs=0.06)
@@ -417,6 +418,6 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
         kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths
         kv_ms += (shape.depth - 1) * (0.3 + 0.4 * shape.topk)
         assert cost.kv_ms == pytest.approx(kv_ms)
-    table = RoundTables(rounds, packs_in_graphs=False).table(RoundCase(3), shape.num_drafts)
+    table = RoundTables(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
     assert table.rows[-1] == 3 * width
     assert table.costs_ms[-1] == pytest.approx(rounds.cost(3, shape.num_drafts, 3 * width).rows_ms)

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from sglang.srt.lookahead.mask_rows import MTPConfig
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.torch_step_ops import TorchStepOps

@@ -30,12 +30,12 @@ from round_serving import (
     zero,
 )
 from sglang.srt.control.memory_control import GRAPH_TAG
+from sglang.srt.lookahead.cut import LatencyTable
+from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.drafter_options import AcceptThresholds
-from sglang.srt.speculative.tile_spec.budget import TileSpec
-from sglang.srt.speculative.tile_spec.core import LatencyTable
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.workers.round_graphs import RoundGraphs
 from tile_spec_rounds import DEAR_ROWS, free_drafts
@@ -291,7 +291,7 @@ def test_steps_whose_drafts_all_pay_replay_the_graphs_of_a_fixed_number(
         found.append((served.rounds, served.proposals, served.num_pieces, served.seen))
     assert found[0] == found[1]
     assert len(found[0][0]) > 10
-    tile_spec = served.harness.planner.tile_spec
+    tile_spec = served.harness.planner.rows.tile_spec
     assert tile_spec is not None
     assert tile_spec._scores is not None, "or nothing was looked at"
 

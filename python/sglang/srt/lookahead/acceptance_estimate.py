@@ -18,10 +18,12 @@ class Kind(NamedTuple):
     Attributes:
         emits_only_confirmed: see `StepCounts`.
         tau: threshold, in tenths.
+        match: of n-grams, the class of the match that the request's drafts follow.
     """
 
-    emits_only_confirmed: bool
-    tau: int
+    emits_only_confirmed: bool = True
+    tau: int = 0
+    match: int = 0
 
 
 class Estimate(NamedTuple):

@@ -1,343 +1,122 @@
-"""Chooses how many tokens to predict under the current load.
-
-More predictions per request cost more rows per step. While a step is bound by reading the weights
-they are nearly free; beyond that each row costs time, and rows of predictions that will not be
-accepted should go.
-"""
+"""The contract of policies, which choose how far requests look ahead: how many masks they feed, or
+how many drafts they get."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from sglang.srt.lookahead.acceptance_estimate import (
-    FORGETTING_STEPS,
-    Estimate,
-    Kind,
-    Survival,
-    share_with_drafts,
-    with_draftless_steps,
-)
-from sglang.srt.lookahead.contract import Budget, Stakes
-from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
-from sglang.srt.step.price_table import PriceTable, StepShape
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import RoundPrices, StepCases
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
+from sglang.srt.step.price_table import PriceTable
 
-OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
-LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
-TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
-PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had this many tokens
-REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
+
+def same_size(num_reqs: int) -> int:
+    """`PolicyParts.graph_size` without graphs."""
+    return num_reqs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyParts:
+    """The parts that a policy is made of.
+
+    Attributes:
+        num_rows: of the page table.
+        max_prompt_rows: of a step.
+        steps: prices of steps; None where none were measured.
+        rounds: prices of rounds, of a drafter of drafts; None likewise.
+        graph_size: maps a number of requests to the number that their step is padded to.
+        feed_ms: milliseconds by which a plain step takes longer than its price if the drafter's
+            model is not left out of it; None: it never is.
+    """
+
+    options: LengthOptions
+    num_rows: int = 1
+    max_prompt_rows: int = 1
+    steps: PriceTable | None = None
+    rounds: RoundPrices | None = None
+    graph_size: Callable[[int], int] = same_size
+    feed_ms: Callable[[StepCases], float] | None = None
 
 
 class LengthPolicy(Protocol):
-    """Decides lengths on the host, before the previous step is read. Reads no clock.
+    """Chooses lengths on the host, while the last two steps may not have been read. Reads no clock.
+
+    Masks are fed in the step that is chosen for. Drafts are proposed in it, since that costs too,
+    and verified in the next one.
 
     Attributes:
-        needs_prices: whether it goes by prices of steps, which are then measured at start-up.
+        needs_prices: whether it goes by prices, which are then measured at start-up.
+        reads_matches: whether kinds of requests are to name the matches that drafts follow
+            (`Kind.match`).
+        may_rest: whether `Budget.rests` may ever be so.
+        settled: drafts of steps as they come, before the first step is chosen for
+            (`Budget.settled`).
     """
 
     needs_prices: ClassVar[bool]
+    reads_matches: ClassVar[bool]
+    may_rest: ClassVar[bool]
+    settled: int
 
-    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
-        """
-        Args:
-            prices: of steps; None where none were measured.
-            max_k: tokens that a request may predict.
-        """
+    @staticmethod
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
+        """The numbers of drafts that it may choose, ascending, up to `max_drafts`."""
 
-    def choose(self, upcoming: UpcomingStep) -> Budget:
-        """Returns how far adjustable requests may look ahead in the next step. Called where one
-        does."""
-
-    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
-        """The outcome of a step, in order, and what was granted it."""
-
-
-class FullLength:
-    """Every request predicts as many tokens as it wishes."""
-
-    needs_prices = False
-
-    def __init__(self, prices: PriceTable | None = None, max_k: int = 1) -> None: ...
+    def __init__(self, parts: PolicyParts) -> None: ...
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(upcoming.longest)
+        """Returns how far adjustable requests may look ahead. Called where one does."""
 
-    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learns from a step that has been read. Called for each step, in the order of launches."""
+
+
+class FixedLength:
+    """Every request looks ahead as far as it wishes."""
+
+    needs_prices = reads_matches = may_rest = False
+
+    @staticmethod
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
+        return (options.max_drafts,)
+
+    def __init__(self, parts: PolicyParts) -> None:
+        self.settled = parts.options.max_drafts
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(upcoming.longest, settled=self.settled)
+
+    def observe(self, outcome: StepOutcome) -> None:
         """Learns nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The gain of each limit from 1 on over limit 1.
-
-    A token is worth the time that the same requests need for one when no prompt is there: a step
-    with prompts is long whatever is predicted in it.
+class TrialAllowance:
+    """Milliseconds that are saved up for trials: steps that may lose time, and of which more is
+    learnt than of others.
 
     Attributes:
-        gains_ms: with tokens worth what they cost in plain steps: does it beat plain decoding?
-        values_ms: with tokens worth what they cost at the best limit: which limit is best now?
-        plain_token_ms: what a token costs in plain steps.
-        plain_ms: price of the step at limit 1.
-        decode_ms: the same without its prompts.
-        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; tolerance of the trial budget for
-            short-run bad luck.
+        saved_ms: may fall below 0; None before the first step.
     """
 
-    gains_ms: list[Estimate]
-    values_ms: list[Estimate]
-    plain_token_ms: float
-    plain_ms: float
-    decode_ms: float
-    luck_ms: float
+    def __init__(self) -> None:
+        self.saved_ms: float | None = None
 
+    def earn(self, ms: float, most_ms: float, first_ms: float) -> None:
+        """Saves a share of a step, up to `most_ms` in all; `first_ms` is there before any step."""
+        saved_ms = first_ms if self.saved_ms is None else self.saved_ms
+        self.saved_ms = min(saved_ms + ms, most_ms)
 
-class LoadAwareLength:
-    """Looks ahead where that surely pays, and otherwise tries it within a small budget.
+    @property
+    def left_ms(self) -> float:
+        """Returns what is saved."""
+        assert self.saved_ms is not None, "Steps earn first."
+        return self.saved_ms
 
-    A limit pays if the tokens that it brings at least, by what was accepted lately, are worth more
-    than its price beside plain decoding. Of those that do, the one that probably gains most is
-    taken. Where none does but one might, it is tried for a step if the trial budget can bear that
-    no token of it is accepted. The trial budget is in milliseconds, at first `decode_ms` (see
-    `_Options`):
-
-        each step:           budget = min(budget + TRIAL_SHARE * plain_ms, decode_ms + luck_ms)
-        a trial:             budget -= what it loses if nothing is accepted; that comes back once
-                             trials have gained twice as much
-        no trial:            budget += what the step gained beside plain decoding, or lost
-        budget < -luck_ms:   nothing looks ahead
-
-    So whatever is accepted, and whenever that changes, the time lost to plain decoding stays within
-    TRIAL_SHARE and a step or, with few requests at once, a few, as far as prices are right.
-
-    Args:
-        prices: of steps.
-        max_k: tokens that a request may predict.
-    """
-
-    needs_prices = True
-
-    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
-        assert prices is not None, "Lengths go by prices, and none were measured."
-        self._prices = prices
-        self._max_k = max_k
-        self._survival: dict[Kind, Survival] = {}
-        self._budget_ms: float | None = None
-        self._options_of: tuple[Hashable, _Options] | None = None
-        self._options_age = self._num_trials = 0
-        self._least_loss_ms = 0.0  # of trials, while those options hold
-        self._is_trial = False
-        self._shares: dict[tuple[Kind, int], float] = {}  # while those options hold
-        self._trial_loss_ms = self._trial_gain_ms = 0.0  # what trials could lose, and did gain
-        self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
-
-    def choose(self, upcoming: UpcomingStep) -> Budget:
-        options = self._current_options(upcoming)
-        if self._budget_ms is None:
-            self._budget_ms = options.decode_ms
-        self._budget_ms += TRIAL_SHARE * options.plain_ms
-        self._budget_ms = min(self._budget_ms, options.decode_ms + options.luck_ms)
-        self._count_ends(upcoming.num_ended)
-        limit, longest = 1, self._longest(upcoming)
-        if sure := [limit for limit in self._sure(options) if limit <= longest]:
-            limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
-            self._is_trial = False
-        elif (trial := self._trial(options, upcoming, longest)) > 1:
-            limit, self._is_trial = trial, True
-        extra_ms = 0.0
-        if limit > 1 or not upcoming.is_plain:
-            chosen, plain = self._current_shape(upcoming, limit), upcoming.plain_shape()
-            extra_ms = self._price(chosen) - self._price(plain)
-        stakes = Stakes(extra_ms, options.plain_token_ms, not self._is_trial)
-        for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            self._of(kind).forget(limit)
-        self._trial_loss_ms *= 1.0 - 1.0 / FORGETTING_STEPS
-        self._trial_gain_ms *= 1.0 - 1.0 / FORGETTING_STEPS
-        num_rows = self._num_rows(upcoming, limit) if upcoming.is_packed else None
-        return Budget(limit, num_rows, stakes)
-
-    def observe(self, accepted: Sequence[Accepted], budget: Budget) -> None:
-        stakes = budget.stakes
-        assert stakes is not None, "A step that was not chosen for."
-        assert self._budget_ms is not None
-        num_adjustable = num_tokens = 0
-        alike = Counter(entry[:4] for entry in accepted)
-        for (kind, is_adjustable, tried, taken), count in alike.items():
-            if is_adjustable:
-                num_adjustable += count
-                num_tokens += count * taken
-            if kind is not None:
-                self._of(kind).record(tried, taken, count)
-                self._num_trials += count * (tried > 1)
-            self._num_tokens += count * taken
-        gained_ms = 0.0
-        if num_tokens > num_adjustable:
-            gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
-            gained_ms = gained * stakes.token_ms
-        if stakes.counts:
-            self._budget_ms += gained_ms - stakes.extra_ms
-        elif self._trial_loss_ms:
-            self._trial_gain_ms += gained_ms
-            self._refund()
-
-    def _refund(self) -> None:
-        """Gives back what trials were charged once they have gained twice as much, so that the next
-        ones may follow at once. A smaller gain may be none, since prices are not exact."""
-        assert self._budget_ms is not None
-        if self._trial_gain_ms >= 2 * self._trial_loss_ms:
-            self._budget_ms += self._trial_loss_ms
-            self._trial_loss_ms = self._trial_gain_ms = 0.0
-
-    def _of(self, kind: Kind) -> Survival:
-        if kind not in self._survival:
-            self._survival[kind] = Survival(self._max_k)
-        return self._survival[kind]
-
-    def _price(self, shape: StepShape) -> float:
-        return self._prices.price_ms(shape)
-
-    def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
-        return upcoming.current_shape(limit, self._share_with_drafts)
-
-    def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:
-        """Rows of requests that can be cut: as many as they will probably need, and as many more as
-        the step's graph has room for; None if that is enough for all."""
-        shape, share = self._current_shape(upcoming, limit), self._share_with_drafts
-        key = self._prices.find(shape.num_reqs, shape.widest, shape.num_rows)
-        spare = 0 if key is None else key.num_tokens - shape.num_rows
-        granted = upcoming.cuttable_rows(limit, share) + spare
-        return granted if granted < upcoming.cuttable_rows(limit) else None
-
-    def _share_with_drafts(self, kind: Kind, k: int) -> float:
-        """Returns the share of verified requests of a kind that have drafts when they predict k
-        tokens per step: a step whose drafts are not all confirmed leaves none for the next one."""
-        if k == 1:
-            return 1.0
-        if (kind, k) not in self._shares:
-            runs = self._of(kind).runs(k)
-            self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1])
-        return self._shares[kind, k]
-
-    def _count_ends(self, num_ended: int) -> None:
-        self._num_ended += num_ended
-        if self._num_ended > REMEMBERED_ENDS:
-            share = REMEMBERED_ENDS / self._num_ended
-            self._num_ended *= share
-            self._num_tokens *= share
-
-    def _delivered(self, tokens: float) -> float:
-        """Tokens per step that a client gets, of those accepted: at the end of an output half of
-        the last run is cut off on average, and one more step is under way."""
-        lost = tokens + (tokens - 1.0) / 2.0
-        return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
-
-    def _current_options(self, upcoming: UpcomingStep) -> _Options:
-        """Those computed before, while steps are alike and little has been learnt since."""
-        cache_key = upcoming.cache_key
-        self._options_age += 1
-        is_old = self._options_age > OPTIONS_STEPS or self._num_trials >= OPTIONS_TRIALS
-        if self._options_of is None or is_old or self._options_of[0] != cache_key:
-            self._shares.clear()
-            self._options_of = cache_key, self._options(upcoming)
-            self._options_age = self._num_trials = 0
-            self._least_loss_ms = 0.0
-        return self._options_of[1]
-
-    def _options(self, upcoming: UpcomingStep) -> _Options:
-        limits = range(1, upcoming.longest + 1)
-        tokens = self._tokens(upcoming)
-        share = self._share_with_drafts
-        free = [self._price(upcoming.steady_shape(limit, False, share)) for limit in limits]
-        costs = free
-        if upcoming.prompt_rows:
-            costs = [self._price(upcoming.steady_shape(limit, True, share)) for limit in limits]
-
-        def beside_plain(token_ms: float) -> list[Estimate]:
-            return [
-                Estimate(*(token_ms * (n - tokens[0].mean) - cost + costs[0] for n in given))
-                for given, cost in zip(tokens, costs, strict=True)
-            ]
-
-        worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
-        num_adjustable = sum(
-            count for request, count in upcoming.emitting.items() if request.is_adjustable
-        )
-        return _Options(
-            gains_ms=beside_plain(worths[0]),
-            values_ms=beside_plain(min(worths)),
-            plain_token_ms=worths[0],
-            plain_ms=costs[0],
-            decode_ms=free[0],
-            luck_ms=LUCK_STEPS / num_adjustable * free[0],
-        )
-
-    def _tokens(self, upcoming: UpcomingStep) -> list[Estimate]:
-        """Estimated tokens of all requests together, for each limit from 1 on."""
-        runs: dict[Kind, list[Estimate]] = {}
-        for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            found = self._of(kind).runs(self._max_k)
-            runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
-        totals = []
-        for limit in range(1, upcoming.longest + 1):
-            low = mean = high = 0.0
-            for request, count in upcoming.emitting.items():
-                length = min(request.k, limit) if request.is_adjustable else request.k
-                each: Sequence[float] = (length, length, length)
-                if request.kind is not None:
-                    each = runs[request.kind][length - 1]
-                if request.is_adjustable and length > 1:
-                    each = [self._delivered(value) for value in each]
-                low += count * each[0]
-                mean += count * each[1]
-                high += count * each[2]
-            totals.append(Estimate(low, mean, high))
-        return totals
-
-    def _longest(self, upcoming: UpcomingStep) -> int:
-        """The longest limit whose step replays a graph, if the step at limit 1 does: kernels
-        launched one by one keep the host busy for longer than the device."""
-        limit = upcoming.longest
-        if self._prices.replays(self._current_shape(upcoming, 1)):
-            while not self._prices.replays(self._current_shape(upcoming, limit)):
-                limit -= 1
-        return limit
-
-    def _sure(self, options: _Options) -> list[int]:
-        """Limits that surely gain, by more than prices are off."""
-        assert self._budget_ms is not None
-        if self._budget_ms < -options.luck_ms:
-            return []
-        least = self._prices.spread * options.plain_ms
-        return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
-
-    def _trial(self, options: _Options, upcoming: UpcomingStep, longest: int) -> int:
-        """The most promising limit that the trial budget can pay for, which it does; 1 for none."""
-        assert self._budget_ms is not None
-        if self._budget_ms < self._least_loss_ms:
-            return 1
-        values, losses = options.values_ms[:longest], list[float]()
-        promising = [place + 1 for place, value in enumerate(values) if value.high > 0]
-        for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
-            losses.append(self._loss(upcoming, limit))
-            if losses[-1] <= self._budget_ms:
-                self._budget_ms -= losses[-1]
-                self._trial_loss_ms += losses[-1]
-                return limit
-        self._least_loss_ms = min(losses, default=math.inf)
-        return 1
-
-    def _loss(self, upcoming: UpcomingStep, limit: int) -> float:
-        """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
-        pending in the next one."""
-        shapes = [self._current_shape(upcoming, length) for length in (limit, 1)]
-        now = self._price(shapes[0]) - self._price(shapes[1])
-        emitting = Counter[EmittingRequest]()
-        for request, count in upcoming.emitting.items():
-            pending = min(request.k, limit) if request.is_adjustable else request.pending
-            emitting[request._replace(pending=pending)] += count
-        after = UpcomingStep(emitting, upcoming.kv_tokens, is_packed=upcoming.is_packed)
-        later = self._price(self._current_shape(after, 1)) - self._price(after.plain_shape())
-        return now + later
+    def add(self, ms: float, least_ms: float = -math.inf) -> None:
+        """Adds what was gained; below 0: pays, and no more than leaves `least_ms`."""
+        self.saved_ms = max(self.left_ms + ms, least_ms)

@@ -4,8 +4,11 @@ might have had for nothing."""
 from __future__ import annotations
 
 import math
+import operator
+from functools import lru_cache
 
-from sglang.srt.lookahead.round_prices import RoundCase, UpcomingRound
+from sglang.srt.lookahead.round_prices import StepCase, StepCases
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.worker import ScheduleBatch
 
 ROW_GRAIN = 32  # rows of prompts are rounded to multiples of it: there are few prices to compute
@@ -16,11 +19,11 @@ LEAST_PROMPTS = 0.02  # of a step; below, they are left out
 SPREAD, MAX_NUMBERS = 1.7, 6
 
 
-def round_of(batch: ScheduleBatch) -> RoundCase:
+def case_of(batch: ScheduleBatch) -> StepCase:
     """Returns what the decoding requests of a step do, beside its prompts."""
     lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, strict=True)
     decodes = [kv_len for kv_len, num_prompt in lens if not num_prompt]
-    return RoundCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
+    return StepCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
 
 
 class Mean:
@@ -54,38 +57,50 @@ class PromptMix:
         self._prompts, self._rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)  # of other steps
         self._tokens = Mean(MEMORY_STEPS)  # of a step
 
-    def observe(self, num_prompts: int, prompt_rows: int, is_full: bool = False) -> None:
-        """Hears of a step in which requests decode, with `prompt_rows` rows of prompts in all.
-        `is_full`: one of the prompts does not end in it."""
+    def plan(self, upcoming: UpcomingStep) -> None:
+        """Hears of a step that is launched, before policies choose for the next one."""
+        if upcoming.num_reqs == upcoming.num_new:  # nothing decodes
+            return
+        is_full = upcoming.prompt_reqs > 0  # one of the prompts does not end in it
         self._full.add(is_full)
         if is_full:
-            self._full_rows.add(prompt_rows)
+            self._full_rows.add(upcoming.prompt_rows)
             return
-        self._prompts.add(num_prompts)
-        if num_prompts:
-            self._rows.add(prompt_rows / num_prompts)
+        self._prompts.add(upcoming.num_new)
+        if upcoming.num_new:
+            self._rows.add(upcoming.prompt_rows / upcoming.num_new)
 
-    def hear(self, num_tokens: int) -> None:
-        """Hears how many tokens such a step gave, also beyond the ends of requests."""
-        self._tokens.add(num_tokens)
+    def observe(self, outcome: StepOutcome) -> None:
+        """Hears how many tokens a step gave, also beyond the ends of requests."""
+        if outcome.plan.num_drafted_for is not None:
+            self._tokens.add(outcome.num_tokens)
 
-    def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
-        """A round of these requests, if rounds give each of them `pace` tokens. Prompts come by
-        chance, each alone, so their number is Poisson's; full steps come as often as they may."""
+    def cases(self, upcoming: UpcomingStep, pace: float) -> StepCases:
+        """Returns what may share a step of these requests, if steps give each of them `pace`
+        tokens. Prompts come by chance, each alone, so their number is Poisson's; full steps come as
+        often as they may."""
+        num_reqs = upcoming.num_reqs
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
         growth = num_reqs * pace / tokens
         full = min(self._full.value * growth, 1.0)
         expected = min(self._prompts.value * growth, float(num_reqs))
         if max(full, expected) < LEAST_PROMPTS:
-            return UpcomingRound(num_reqs, kv_tokens)
+            return StepCases(num_reqs, upcoming.kv_tokens)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
-        cases = [((1.0 - full) * chance, count * self._rows.value) for chance, count in numbers]
         prompts = dict[int, float]()  # the chance of a number of rows
-        for chance, num_rows in (*cases, (full, self._full_rows.value)):
-            rows = min(_rounded(num_rows), _rounded(self._max_rows))
-            prompts[rows] = prompts.get(rows, 0.0) + chance
+        most, each = _rounded(self._max_rows), self._rows.value
+        for chance, number in numbers:
+            rows = min(_rounded(number * each), most)
+            prompts[rows] = prompts.get(rows, 0.0) + (1.0 - full) * chance
+        rows = min(_rounded(self._full_rows.value), most)
+        prompts[rows] = prompts.get(rows, 0.0) + full
         found = tuple((chance, rows) for rows, chance in prompts.items() if chance)
-        return UpcomingRound(num_reqs, kv_tokens, found)
+        return StepCases(num_reqs, upcoming.kv_tokens, found)
+
+
+@lru_cache(maxsize=1024)
+def _log_factorial(number: int) -> float:
+    return math.lgamma(number + 1)
 
 
 def _numbers(mean: float) -> list[tuple[float, float]]:
@@ -94,19 +109,14 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
     off = SPREAD * math.sqrt(mean)
     least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
     stride = -(-(most + 1 - least) // MAX_NUMBERS)
-    log_mean = math.log(mean)
-    chances = {
-        n: math.exp(n * log_mean - mean - math.lgamma(n + 1)) for n in range(least, most + 1)
-    }
-    groups = [
-        range(first, min(first + stride, most + 1)) for first in range(least, most + 1, stride)
-    ]
-    weights = [sum(chances[n] for n in group) for group in groups]
+    log_mean, weights, means = math.log(mean), list[float](), list[float]()
+    for first in range(least, most + 1, stride):
+        numbers = range(first, min(first + stride, most + 1))
+        chances = [math.exp(n * log_mean - mean - _log_factorial(n)) for n in numbers]
+        weight = sum(chances)
+        weights.append(weight)
+        means.append(sum(map(operator.mul, chances, numbers)) / weight)
     total = sum(weights)
-    means = [
-        sum(chances[n] * n for n in group) / weight
-        for group, weight in zip(groups, weights, strict=True)
-    ]
     return [(weight / total, number) for weight, number in zip(weights, means, strict=True)]
 
 

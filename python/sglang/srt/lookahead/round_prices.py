@@ -3,7 +3,6 @@ next one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -14,7 +13,7 @@ from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 MAX_COSTS = 4096  # that are remembered
 
 
-class RoundCase(NamedTuple):
+class StepCase(NamedTuple):
     """Requests that verify drafts in a step, as far as the host knows.
 
     Attributes:
@@ -26,46 +25,24 @@ class RoundCase(NamedTuple):
     kv_tokens: int = 0
     prompt_rows: int = 0
 
-    @property
-    def upcoming(self) -> UpcomingRound:
-        """A round of which this is known."""
-        return UpcomingRound(self.num_reqs, self.kv_tokens, ((1.0, self.prompt_rows),))
 
-
-class UpcomingRound(NamedTuple):
-    """The next step, of which it is not known what prompts it will feed.
+class StepCases(NamedTuple):
+    """A step of which it is not known what prompts it will feed.
 
     Attributes:
-        num_reqs, kv_tokens: see `RoundCase`.
+        num_reqs, kv_tokens: see `StepCase`.
         prompts: rows of prompts that it may feed, each with its chance.
-        of_pace: the same round by how many tokens rounds give each request, on which it depends
-            how many prompts there are; None: it does not.
-        lengths: what rounds give the requests (`Stretches.lengths`), by the most drafts; None:
-            not asked for (`TierPolicy.reads_lengths`).
-        is_fed: the drafter's model has been fed all tokens of the requests.
-        is_renewed: at least half of the requests have just fed the end of their prompts.
-        match_lens: of each request the length of the match that its drafts follow, as far as that
-            is known; empty: not asked for (`TierPolicy.reads_matches`).
     """
 
     num_reqs: int
     kv_tokens: int = 0
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
-    of_pace: Callable[[float], UpcomingRound] | None = None
-    lengths: Callable[[int], list[float]] | None = None
-    is_fed: bool = True
-    is_renewed: bool = False
-    match_lens: Sequence[int] = ()
 
     @property
-    def cases(self) -> list[tuple[float, RoundCase]]:
+    def cases(self) -> list[tuple[float, StepCase]]:
         """Returns the cases that may occur, each with its chance."""
         num_reqs, kv_tokens = self.num_reqs, self.kv_tokens
-        return [(chance, RoundCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
-
-    def at_pace(self, length: float) -> UpcomingRound:
-        """The round if rounds give each request `length` tokens."""
-        return self if self.of_pace is None else self.of_pace(length)
+        return [(chance, StepCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
 
 
 class RoundPrices(Protocol):
@@ -79,7 +56,7 @@ class RoundPrices(Protocol):
     @property
     def spread(self) -> float: ...
 
-    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
         """Milliseconds of a round in which every request has `num_drafts` drafts; 0: a plain
         step."""
 
@@ -134,17 +111,17 @@ class MeasuredRounds:
     def spread(self) -> float:
         return self.target.spread
 
-    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
         return sum(chance * self.case_ms(case, num_drafts) for chance, case in upcoming.cases)
 
-    def case_ms(self, case: RoundCase, num_drafts: int) -> float:
+    def case_ms(self, case: StepCase, num_drafts: int) -> float:
         """As `round_ms`, of a round of which all is known."""
         num_rows = case.num_reqs * (1 + num_drafts)
         cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
         whole_ms = cost.at(case.kv_tokens)
         return whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
 
-    def feed_ms(self, upcoming: UpcomingRound) -> float:
+    def feed_ms(self, upcoming: StepCases) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
         return sum(
             chance * self._known_feed(case.num_reqs, case.prompt_rows).at(case.kv_tokens)

@@ -27,6 +27,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 # Drafts of each kind that are remembered of what runs now: MEMORY_STEPS for each request of a step,
 # LEAST_MEMORY at least; and of all that has run.
@@ -102,23 +105,16 @@ class Stretches:
         self._begin.renew()
         self._stay.renew()
 
-    def observe(
-        self,
-        rows: Sequence[int],
-        num_drafts: Sequence[int],
-        num_right: Sequence[int],
-        num_fed: Sequence[int],
-    ) -> None:
+    def observe(self, rows: Sequence[int], drafts: Ints, right: Ints, fed: Ints) -> None:
         """Hears a step; one that feeds a request's prompt, without drafts, ends what was before.
 
         Args:
             rows: R, of its requests, each once.
-            num_drafts: R counts of drafts that each had; 0: none.
-            num_right: R counts of those that were right.
-            num_fed: R counts of drafts that the step fed; of further ones `num_right` is a guess.
+            drafts: [R]; drafts that each had; 0: none.
+            right: [R]; those that were right.
+            fed: [R]; drafts that the step fed; of further ones `right` is a guess.
         """
-        index, drafts = np.array(rows), np.array(num_drafts)
-        right, fed = np.array(num_right), np.array(num_fed)
+        index = np.array(rows)
         begins = (drafts > 0) & ~self._was_full[index]
         memory = max(LEAST_MEMORY, MEMORY_STEPS * len(index))
         self._begin.add(int(begins.sum()), int((begins & (right > 0)).sum()), memory)

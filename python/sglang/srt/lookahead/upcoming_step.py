@@ -1,16 +1,18 @@
-"""The terms in which a length policy hears of a step: who asks for what before its lengths are
+"""The terms in which a policy hears of a step, plain data: who asks for what before its lengths are
 chosen, and what was accepted when its result is read."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.step.price_table import PromptChunk, StepShape
+from sglang.srt.step.worker import ScheduleBatch
 
 # Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.
 ShareWithDrafts = Callable[[Kind, int], float]
@@ -27,9 +29,10 @@ class EmittingRequest(NamedTuple):
 
     Attributes:
         kind: None if it accepts all tokens that it predicts (static k, or no look-ahead).
-        k: tokens to predict.
+        k: tokens to predict: the step's own, and as many masks or drafts as it wishes.
         is_adjustable: the policy may choose a smaller k.
-        pending: tokens to feed before any mask, at most; 0 if they are the end of its prompt.
+        pending: tokens to feed before any mask, at most, where masks are fed; 0 if they are the end
+            of its prompt.
     """
 
     kind: Kind | None
@@ -57,6 +60,7 @@ class UpcomingStep:
         prompts: the chunks of prompts that it feeds.
         num_ended: requests that have ended since the step before.
         is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
+        is_fed: the drafter's model has been fed all tokens of the requests in `emitting`.
     """
 
     emitting: Counter[EmittingRequest] = field(default_factory=Counter)
@@ -67,6 +71,48 @@ class UpcomingStep:
     prompts: tuple[PromptChunk, ...] = ()
     num_ended: int = 0
     is_packed: bool = False
+    is_fed: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        batch: ScheduleBatch,
+        emitting: Counter[EmittingRequest],
+        *,
+        num_ended: int = 0,
+        is_packed: bool = False,
+        is_fed: bool = True,
+    ) -> UpcomingStep:
+        """The step of a batch, whose requests ask for this."""
+        kv_tokens, prompts = 0, list[PromptChunk]()
+        for kv_len, num_prompt, emits in zip(
+            batch.kv_lens_before, batch.num_prompt_tokens, batch.emits, strict=True
+        ):
+            if num_prompt:
+                prompts.append(PromptChunk(kv_len, num_prompt))
+            if emits:
+                kv_tokens += kv_len + num_prompt
+        return cls(
+            emitting=emitting,
+            kv_tokens=kv_tokens,
+            prompt_rows=sum(batch.num_prompt_tokens),
+            longest_prompt=max(batch.num_prompt_tokens),
+            prompt_reqs=batch.emits.count(False),
+            prompts=tuple(prompts),
+            num_ended=num_ended,
+            is_packed=is_packed,
+            is_fed=is_fed,
+        )
+
+    @property
+    def num_reqs(self) -> int:
+        """Returns how many requests emit."""
+        return self.emitting.total()
+
+    @property
+    def num_new(self) -> int:
+        """Returns how many of them have just fed the end of their prompts."""
+        return sum(count for request, count in self.emitting.items() if request.pending == 0)
 
     @property
     def cache_key(self) -> Hashable:
@@ -166,16 +212,29 @@ def _is_cuttable(request: EmittingRequest) -> bool:
     return kind is not None and kind.emits_only_confirmed and request.pending > 0
 
 
-class Accepted(NamedTuple):
-    """The tokens that a request accepted of a step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """A step of R requests that has been read.
 
     Attributes:
-        num_tried: tokens that it could have accepted.
-        row: of the request in the page table; -1 where not asked for, as in simulations.
+        rows: R rows of the page table.
+        num_tried: R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is
+            learnt of it.
+        num_accepted: R counts of those that it accepted. Where the step was cut some may be a
+            guess.
+        num_tokens: given to all requests.
+        num_fed: R counts of drafts that were fed; empty: all that there were.
+        kinds: R; empty where the policy does not go by them.
+        is_adjustable: R flags; see `EmittingRequest`; empty: all are.
+        paths: see `HostResult`.
     """
 
-    kind: Kind | None
-    is_adjustable: bool
-    num_tried: int
-    num_accepted: int
-    row: int = -1
+    plan: StepPlan
+    rows: Sequence[int]
+    num_tried: Sequence[int]
+    num_accepted: Sequence[int]
+    num_tokens: int = 0
+    num_fed: Sequence[int] = ()
+    kinds: Sequence[Kind | None] = ()
+    is_adjustable: Sequence[bool] = ()
+    paths: Sequence[Sequence[int]] = ()

@@ -12,10 +12,10 @@ from pathlib import Path
 from sglang.srt.environ import Environ
 from sglang.srt.flag_values import as_flag
 from sglang.srt.lookahead.adaptive_config import DEFAULT_PRESET, read_adaptive_config
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import Refusal
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.step.draft_shapes import MAX_ROWS, TreeShape
 from sglang.srt.step.step_sizes import MAX_REQUESTS
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sglang.srt.environ import Environ
+from sglang.srt.lookahead.mask_rows import MTPConfig
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
@@ -252,7 +252,7 @@ def _mtp(args: ServerArgs, mask: int, environ: Environ, execution: ExecutionConf
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=is_cpu,
         packs_rows=not is_cpu and _can_pack(args, execution),
-        length_policy="full_length" if environ.mtp_fixed_k else "load_aware",
+        length_policy="fixed" if environ.mtp_fixed_k else "load_aware_masks",
         bypasses_graphs=execution.max_graph_width > 0 and args.disable_mtp_cuda_graph,
     )
 

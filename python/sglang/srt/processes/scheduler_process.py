@@ -26,7 +26,6 @@ from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
 from sglang.srt.processes.child_process import (
     configure_logging,
@@ -46,6 +45,7 @@ from sglang.srt.processes.worker_factory import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.debug_trace import DebugTrace
 from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer

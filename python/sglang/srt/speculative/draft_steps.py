@@ -19,7 +19,6 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +71,6 @@ class DraftSteps:
             kv_len_upper_bounds=[bound + index for bound in self.kv_len_upper_bounds],
             hidden=hidden,
         )
-
-
-def drafts_of_requests(
-    batch: ScheduleBatch, max_accepted: int, num_steps: int, num_drafts: int
-) -> list[int]:
-    """R counts of drafts (`StepPlan.next_drafts`): as many of each request that drafts, else 0.
-
-    A request drafts if the step emits tokens of it and it has slots for all draft steps, however
-    many rows the step keeps. All others are left out, such as prompts that are read in chunks and
-    requests without look-ahead, so nothing of theirs is read or written, and no column past a
-    row's end, which has no slots.
-
-    Args:
-        max_accepted: see `StepPlan`.
-        num_steps: slots that draft steps need.
-    """
-    slots = zip(batch.emits, batch.num_prompt_tokens, batch.max_q_lens, strict=True)
-    return [
-        num_drafts if emits and (num_prompt or max_accepted) + num_steps <= reserved else 0
-        for emits, num_prompt, reserved in slots
-    ]
 
 
 def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: int) -> DraftSteps:

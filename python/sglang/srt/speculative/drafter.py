@@ -17,7 +17,6 @@ Nothing of this waits for the device; the planner observes each result one step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +30,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import AcceptedTokens, RowLayout, StepCounts
+from sglang.srt.step.step_ops import AcceptedTokens, RowLayout
 from sglang.srt.step.worker import ScheduleBatch
 
 
@@ -168,35 +167,3 @@ class DrafterType(Protocol):
 
     def make(self, parts: DrafterParts) -> PlannedDrafter:
         """Makes both halves once the models are there."""
-
-
-def plan_of_drafts(
-    batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
-) -> StepPlan:
-    """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and its drafts, of which the host knows how many there are. It is plain where there are none.
-
-    Args:
-        num_drafts: R counts, 0 where a prompt is fed.
-        max_confirmed: see `DrafterNeeds`.
-    """
-    most = max(num_drafts)
-    if most == 0:
-        return StepPlan(counts=StepCounts.plain(batch), num_drafts=num_drafts)
-    accepted = most if max_confirmed is None else min(most, max_confirmed)
-    return StepPlan(
-        counts=_counts(batch, num_drafts),
-        max_pending=1 + most,
-        max_accepted=1 + accepted,
-        num_drafts=num_drafts,
-    )
-
-
-def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
-    emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
-    q_lens = [
-        num_prompt or 1 + count for num_prompt, count in zip(prompts, num_drafts, strict=True)
-    ]
-    fed = zip(prompts, q_lens, emits, strict=True)
-    num_read = [flag if num_prompt else q_len for num_prompt, q_len, flag in fed]
-    return StepCounts(q_lens, num_read, emits, [True] * len(emits))

@@ -8,8 +8,8 @@ import numpy as np
 
 from sglang.srt.head_config import EAGLE3, tap_layers
 from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.speculative.round_options import RoundOptions
 
 
 @dataclass(frozen=True, slots=True)

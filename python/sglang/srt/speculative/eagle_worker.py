@@ -14,10 +14,10 @@ import torch
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.draft_rows import LeftOutRows
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import load
-from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import (
     DraftSteps,
     next_tokens,
@@ -36,8 +36,8 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
-from sglang.srt.speculative.left_out import LeftOutRows, LeftOutTokens
-from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.speculative.left_out import LeftOutTokens
+from sglang.srt.speculative.rounds import measured_rounds, needs_of_rounds, planner_of_rounds
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import Q_LEN, Q_START
@@ -70,7 +70,7 @@ class EagleDrafter(Drafter):
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
         return replace(
-            options.rounds.needs,
+            needs_of_rounds(options.rounds),
             capture=options.capture,
             suppressed_token_ids=options.suppressed_token_ids,
             token_shift=1,
@@ -89,7 +89,7 @@ class EagleDrafter(Drafter):
         may_rest = parts.runners.runners[1].config.may_rest
         left_out = LeftOutRows() if may_rest else None
         prices = measured_rounds(parts)
-        planner = RoundPlanner(parts.options.rounds, parts, prices, left_out)
+        planner = planner_of_rounds(parts.options.rounds, parts, prices, left_out)
         return PlannedDrafter(planner, cls(parts))
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:

@@ -1,4 +1,5 @@
-"""Tokens that a drafter's model was not fed, since it was left out of steps (`StepPlan.rests`).
+"""Tokens that a drafter's model was not fed, since it was left out of steps (`StepPlan.rests`):
+what of them is on the device.
 
 It has no KV of them, so of each row it sees those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Its pool marks their slots (`left_out`): a cached prefix may have
@@ -17,33 +18,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
-
-
-class LeftOutRows:
-    """Keeps for a planner whose tokens were left out."""
-
-    def __init__(self) -> None:
-        self._behind = set[int]()  # rows of requests whose last tokens were left out
-        self._lacking = set[int]()  # and of those whose earlier ones were
-
-    def lacks_tokens(self, rows: Sequence[int]) -> bool:
-        """Tells whether tokens of a request were left out since it got its row."""
-        return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
-
-    def admit(self, row: int) -> None:
-        """A request has just got a row."""
-        self._behind.discard(row)
-        self._lacking.discard(row)
-
-    def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
-        """Hears of a step whether it leaves tokens out. Returns `StepPlan.fed_again`."""
-        if rests:
-            self._behind.update(rows)
-            return []
-        fed = self._behind.intersection(rows)
-        self._behind -= fed
-        self._lacking |= fed
-        return sorted(fed)
 
 
 class LeftOutTokens:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.lookahead.ngram_tier import LONGEST_OF_CLASS, NUM_CLASSES
+from sglang.srt.lookahead.matched_drafts import LONGEST_OF_CLASS, NUM_CLASSES
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 
 WINDOW = 512.0  # trials of a cell that are remembered, since text changes

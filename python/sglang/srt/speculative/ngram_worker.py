@@ -30,7 +30,7 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
-from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.speculative.rounds import needs_of_rounds, planner_of_rounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import AcceptedTokens
@@ -84,7 +84,7 @@ class NgramDrafter(Drafter):
     @staticmethod
     def needs(options: NgramConfig) -> DrafterNeeds:
         needs = replace(
-            options.rounds.needs,
+            needs_of_rounds(options.rounds),
             suppressed_token_ids=options.suppressed_token_ids,
             proposes_without_output=True,
         )
@@ -105,7 +105,7 @@ class NgramDrafter(Drafter):
         if rounds.needs_prices and parts.prices is not None:
             free, num_rows = _free_drafts(rounds.num_steps), parts.runners.memory.table.num_rows
             prices = MeasuredRounds(parts.prices, free, max_requests=num_rows)
-        return PlannedDrafter(RoundPlanner(rounds, parts, prices), cls(parts))
+        return PlannedDrafter(planner_of_rounds(rounds, parts, prices), cls(parts))
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         self.memory.admit(batch.new_rows)

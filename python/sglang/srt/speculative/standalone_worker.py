@@ -16,8 +16,8 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import (
     DraftSteps,
     next_tokens,
@@ -34,8 +34,7 @@ from sglang.srt.speculative.drafter import (
 from sglang.srt.speculative.drafter_configs import StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.round_options import RoundOptions
-from sglang.srt.speculative.round_planner import RoundPlanner
+from sglang.srt.speculative.rounds import measured_rounds, needs_of_rounds, planner_of_rounds
 from sglang.srt.step.draft_shapes import DraftShape
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 
@@ -56,7 +55,7 @@ class StandaloneDrafter(Drafter):
     @staticmethod
     def needs(options: StandaloneConfig) -> DrafterNeeds:
         return replace(
-            options.rounds.needs,
+            needs_of_rounds(options.rounds),
             suppressed_token_ids=options.suppressed_token_ids,
             proposes_without_output=True,
         )
@@ -74,7 +73,7 @@ class StandaloneDrafter(Drafter):
 
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
-        planner = RoundPlanner(parts.options.rounds, parts, measured_rounds(parts))
+        planner = planner_of_rounds(parts.options.rounds, parts, measured_rounds(parts))
         return PlannedDrafter(planner, cls(parts))
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:

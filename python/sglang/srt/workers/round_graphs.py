@@ -27,13 +27,14 @@ from tqdm import tqdm
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.draft_rows import plan_of_drafts
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.platform import memory_for
-from sglang.srt.speculative.drafter import ExtendedStep, plan_of_drafts
+from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device

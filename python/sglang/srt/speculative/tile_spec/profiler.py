@@ -28,10 +28,10 @@ import torch
 import sgl_kernel
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
+from sglang.srt.lookahead.cut import PiecewiseLinearLatency
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform
-from sglang.srt.speculative.tile_spec.core import PiecewiseLinearLatency
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, FindGraph, PriceTable
 

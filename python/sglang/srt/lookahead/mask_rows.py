@@ -1,16 +1,47 @@
-"""Holds how far each request looks ahead, as far as the host knows."""
+"""Plans how many masks each request feeds, as far as the host knows what is pending."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.lookahead.upcoming_step import Accepted, EmittingRequest, UpcomingStep
-from sglang.srt.step.price_table import PromptChunk
+from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
+from sglang.srt.lookahead.planner import PlannedRows
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_ops import PackedSize, StepCounts
+from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MTPConfig:
+    """The settings of the drafter.
+
+    Attributes:
+        mask_token_id: fed by look-ahead rows; never emitted.
+        max_k: tokens that a request may predict per step, at most.
+        limits_unverified: the length policy also shortens unverified requests, whose output
+            depends on k.
+        trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
+            to the longest possible one: for devices where looking costs nothing.
+        packs_rows: where the length policy grants a step fewer rows than requests may need, the
+            device divides them by what is pending then; for attention backends that learn lengths
+            there. If not, each request has the most rows that it may need.
+        length_policy: a name in `LENGTH_POLICIES` (registry.py).
+        bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
+            one row do; the first such step logs a warning.
+    """
+
+    mask_token_id: int
+    max_k: int
+    limits_unverified: bool = False
+    trims_rows: bool = False
+    packs_rows: bool = False
+    length_policy: str = "fixed"
+    bypasses_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +81,18 @@ class LookaheadPlan:
         return replace(self, counts=replace(counts, packed=size))
 
 
-class LookaheadRows:
-    """One entry per row of the request-to-token table.
+class MaskRows(PlannedRows["int | None"]):
+    """Plans for one entry per row of the request-to-token table. Before a policy chooses it knows
+    the most pending tokens that a request of the step has; None if that is not known.
 
     Attributes:
         max_predicted: N host integers; the request's k.
         thresholds: N host numbers; tau, 0 for static k.
         emits_only_confirmed: N host flags; see `StepCounts`.
-
-    Args:
-        limits_all: the length policy may choose a smaller k for unverified requests, too.
     """
 
-    def __init__(self, num_rows: int, limits_all: bool = False) -> None:
-        self._limits_all = limits_all
+    def __init__(self, config: MTPConfig, num_rows: int) -> None:
+        self._config = config
         self.max_predicted = [1] * num_rows
         self.thresholds = [0.0] * num_rows
         self.emits_only_confirmed = [True] * num_rows
@@ -73,8 +102,11 @@ class LookaheadRows:
         self._was_used = [False] * num_rows
         self._num_ended = 0
 
-    def initialize(self, new_rows: list[NewRow]) -> None:
-        """Sets the state of requests that have just got a row."""
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        k = params.num_predicted
+        return PLAIN_WIDTH if k == 1 else StepWidth(2 * k - 1, k - 1, k)
+
+    def admit(self, new_rows: list[NewRow]) -> None:
         for new in new_rows:
             params = new.params
             self.max_predicted[new.row] = params.num_predicted
@@ -94,41 +126,53 @@ class LookaheadRows:
 
     def is_adjustable(self, row: int) -> bool:
         """Tells whether the length policy may choose a smaller k for the row's request."""
-        return self._limits_all or self.emits_only_confirmed[row]
+        return self._config.limits_unverified or self.emits_only_confirmed[row]
 
-    def upcoming_step(
-        self,
-        batch: ScheduleBatch,
-        longest_pending: int | None,
-        is_packed: bool,
-    ) -> UpcomingStep:
-        """Returns what the length policy gets to see of a step; `longest_pending` as for `plan`,
-        the rest as there."""
-        emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
-        kv_tokens = prompt_reqs = 0
-        prompts = list[PromptChunk]()
-        for i, row in enumerate(batch.rows):
-            num_prompt = batch.num_prompt_tokens[i]
-            kv_len = batch.kv_lens_before[i]
-            if num_prompt:
-                prompts.append(PromptChunk(kv_len, num_prompt))
-            if not batch.emits[i]:
-                prompt_reqs += 1
-                continue
-            kv_tokens += kv_len + num_prompt
-            pending = self._max_pending(row, num_prompt, longest_pending) if num_prompt == 0 else 0
-            key = self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending
-            emitting[key] += 1
+    def begin(
+        self, batch: ScheduleBatch, lens: Sequence[int] | None
+    ) -> tuple[int | None, UpcomingStep | None]:
+        """See `PlannedRows`; lens are of pending tokens. The policy hears of steps in which a
+        request looks ahead whose length it may choose."""
+        longest_pending = None if lens is None else max(lens[row] for row in batch.rows)
+        if not any(
+            emits and self.max_predicted[row] > 1 and self.is_adjustable(row)
+            for row, emits in zip(batch.rows, batch.emits, strict=True)
+        ):
+            return longest_pending, None
+        emitting = Counter[tuple[Kind | None, int, bool, int]]()
+        for row, num_prompt, emits in zip(
+            batch.rows, batch.num_prompt_tokens, batch.emits, strict=True
+        ):
+            if emits:
+                pending = 0 if num_prompt else self._max_pending(row, 0, longest_pending)
+                key = self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending
+                emitting[key] += 1
         num_ended, self._num_ended = self._num_ended, 0
-        return UpcomingStep(
-            emitting=Counter({EmittingRequest(*key): count for key, count in emitting.items()}),
-            kv_tokens=kv_tokens,
-            prompt_rows=sum(batch.num_prompt_tokens),
-            longest_prompt=max(batch.num_prompt_tokens),
-            prompt_reqs=prompt_reqs,
-            prompts=tuple(prompts),
+        upcoming = UpcomingStep.of(
+            batch,
+            Counter({EmittingRequest(*key): count for key, count in emitting.items()}),
             num_ended=num_ended,
-            is_packed=is_packed,
+            is_packed=self._config.packs_rows,
+        )
+        return longest_pending, upcoming
+
+    def plan(self, batch: ScheduleBatch, begun: int | None, budget: Budget | None) -> StepPlan:
+        config = self._config
+        limit = config.max_k if budget is None else budget.limit
+        plan = self.rows_fed(batch, limit, begun)
+        num_rows = None if budget is None else budget.num_rows
+        if config.packs_rows and num_rows is not None and not plan.counts.is_plain:
+            plan = plan.packed(batch, num_rows)
+        return StepPlan(
+            counts=plan.counts,
+            max_pending=max(plan.max_pending),
+            max_accepted=max(1, *plan.max_accepted),
+            lookahead_token=config.mask_token_id,
+            wants_probs=not plan.counts.is_plain
+            and any(self.thresholds[row] > 0 for row in batch.rows),
+            accepts_unconfirmed=not all(plan.counts.emits_only_confirmed),
+            tier=0 if budget is None else limit,
+            budget=budget,
         )
 
     def _max_pending(self, row: int, num_prompt: int, longest_pending: int | None) -> int:
@@ -136,29 +180,36 @@ class LookaheadRows:
         bound = 1 if num_prompt else self._pending_bounds[row]
         return bound if longest_pending is None else min(bound, longest_pending)
 
-    def accepted(self, record: StepRecord, result: HostResult) -> list[Accepted]:
-        """Returns what a step's requests accepted, of those that emit. Called for every step, in
-        order: a request that emits only what is confirmed has the drafts that the step before left
-        it, of which a packed step may feed fewer. With a threshold those count that were predicted:
-        that some were not sure enough is part of its kind. One that sat the step out is left out.
-        """
-        found, num_drafts = [], result.num_drafts
+    def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
+        """See `PlannedRows`. A request that emits only what is confirmed has the drafts that the
+        step before left it, of which a packed step may feed fewer. With a threshold those count
+        that were predicted: that some were not sure enough is part of its kind. Nothing is learnt
+        of one that emits nothing or sat the step out."""
+        num_tried, num_drafts = list[int](), result.num_drafts
         for i, (row, taken) in enumerate(zip(record.rows, result.accept_lens, strict=True)):
             tried = predicted = record.plan.counts.num_predicted[i]
-            if predicted == 0:
-                continue
-            if self.emits_only_confirmed[row]:
+            if predicted and self.emits_only_confirmed[row]:
                 tried = max(self._pending_read[row], taken)
                 self._pending_read[row] = predicted if taken == tried else 1
                 if taken == 0:
-                    continue
-                if self.thresholds[row] == 0:
+                    tried = 0
+                elif self.thresholds[row] == 0:
                     tried = 1 + (num_drafts[i] if num_drafts else 0)
-            found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken, row))
-        return found
+            num_tried.append(tried)
+        return StepOutcome(
+            plan=record.plan,
+            rows=record.rows,
+            num_tried=num_tried,
+            num_accepted=result.accept_lens,
+            num_tokens=sum(result.accept_lens),
+            kinds=[self._kinds[row] for row in record.rows],
+            is_adjustable=[self.is_adjustable(row) for row in record.rows],
+        )
 
-    def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> LookaheadPlan:
-        """Plans what the next step feeds and reads.
+    def rows_fed(
+        self, batch: ScheduleBatch, limit: int, longest_pending: int | None
+    ) -> LookaheadPlan:
+        """Returns what the next step feeds and reads.
 
         Args:
             limit: the most tokens that an adjustable request may predict.

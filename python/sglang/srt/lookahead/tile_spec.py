@@ -18,9 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.prompt_mix import round_of
-from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundCase, UpcomingRound
-from sglang.srt.speculative.tile_spec.core import (
+from sglang.srt.lookahead.cut import (
     Calibration,
     Floats,
     LatencyTable,
@@ -28,6 +26,8 @@ from sglang.srt.speculative.tile_spec.core import (
     bounded_scores,
     compute_optimal_k,
 )
+from sglang.srt.lookahead.prompt_mix import case_of
+from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCase, StepCases
 from sglang.srt.step.price_table import PriceTable, no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize
@@ -56,12 +56,12 @@ class RoundTables:
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
-    def table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
+    def table(self, case: StepCase, num_drafts: int) -> LatencyTable:
         """Returns the costs of rounds in which each request has `num_drafts` drafts, 1 at least;
         the last bucket is the round that verifies all of them.
 
         Args:
-            case: of `UpcomingRound.cases`.
+            case: of `StepCases.cases`.
         """
         prompt_rows = case.prompt_rows
         found = self._buckets(case.num_reqs, num_drafts, prompt_rows)
@@ -171,9 +171,9 @@ class TileSpec:
 
     def table(self, batch: ScheduleBatch, num_drafts: Sequence[int]) -> LatencyTable:
         """Returns the costs of the step's round, beside the prompts that share it."""
-        return self._table(round_of(batch), max(num_drafts))
+        return self._table(case_of(batch), max(num_drafts))
 
-    def _table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
+    def _table(self, case: StepCase, num_drafts: int) -> LatencyTable:
         """See `RoundTables.table`; within LOOK_STEPS KV changes little."""
         key = case.num_reqs, num_drafts, case.prompt_rows
         if key not in self._known:
@@ -191,7 +191,7 @@ class TileSpec:
         chances = self._chances(self._scores, max(num_drafts), most)
         return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
 
-    def gain(self, case: RoundCase, num_drafts: int) -> float:
+    def gain(self, case: StepCase, num_drafts: int) -> float:
         """Returns the tokens per millisecond of rounds that verify the drafts that pay, of chains
         of `num_drafts`, divided by those of rounds that verify all; `case` as for
         `RoundTables.table`."""
@@ -216,41 +216,36 @@ class TileSpec:
         num_rows = sum(q_lens) - num_cut
         return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
 
-    def observe(self, record: StepRecord, result: HostResult) -> list[tuple[int, int]]:
+    def observe(self, record: StepRecord, result: HostResult) -> list[int]:
         """Learns from a step, cut or whole.
 
         Returns:
-            Of each request that had drafts, how many, and how many of them were right. A chain that
-            was cut, and was right as far as it was fed, is continued by lot: each further draft is
-            right with its chance, given those before it. So whoever learns from this how good
-            drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone. A
-            tree is not continued: whoever chooses how many nodes there are goes by paths.
+            R counts of tokens that requests accepted, or would have. A chain that was cut, and was
+            right as far as it was fed, is continued by lot: each further draft is right with its
+            chance, given those before it. So whoever learns from this how good drafts are takes no
+            cut draft for a wrong one, nor learns from the likely ones alone. A tree is not
+            continued: whoever chooses how many nodes there are goes by paths.
         """
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
         scores, num_drafts = scores_of(record), record.plan.num_drafts
         chances = None if scores is None else self._calibration.predict(scores)
-        verified, drafting, num_fed = [], [], []
-        fed = result.num_drafts or num_drafts
-        for index, count in enumerate(num_drafts):
-            if count == 0:
-                continue
-            num_right = max(0, result.accept_lens[index] - 1)
-            drafting.append(index)
-            num_fed.append(fed[index])
-            was_right = num_right == fed[index] < count
-            # Without scores nothing was cut, and the request had no further drafts.
-            if was_right and scores is not None and chances is not None and not self._has_trees:
-                num_there = np.count_nonzero(scores[index, :count])
-                num_right = self._continued(chances[index, :num_there], num_right)
-            verified.append((count, num_right))
+        accepted, fed = [max(1, count) for count in result.accept_lens], result.num_drafts
+        drafting = [index for index, count in enumerate(num_drafts) if count]
+        if chances is not None and scores is not None and fed and not self._has_trees:
+            for index in drafting:
+                if accepted[index] - 1 == fed[index] < num_drafts[index]:
+                    num_there = np.count_nonzero(scores[index, : num_drafts[index]])
+                    chain = chances[index, :num_there]
+                    accepted[index] = 1 + self._continued(chain, fed[index])
         if scores is not None:
             self._scores = scores[drafting]
-            was_fed = np.arange(self._scores.shape[1]) < np.array(num_fed)[:, None]
+            num_fed = np.array([(fed or num_drafts)[index] for index in drafting])
+            was_fed = np.arange(self._scores.shape[1]) < num_fed[:, None]
             confirmed = self._confirmed(result, drafting)
             self._calibration.observe(self._scores[was_fed], confirmed[was_fed])
-        return verified
+        return accepted
 
     def _confirmed(self, result: HostResult, drafting: list[int]) -> NDArray[np.bool_]:
         """[D, S] bool; which drafts of these requests were confirmed, and all that they follow."""
@@ -327,13 +322,13 @@ class CutRounds:
     def spread(self) -> float:
         return self._rounds.spread
 
-    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
         return sum(
             chance * self._rounds.case_ms(case, num_drafts) / self._gain(case, num_drafts)
             for chance, case in upcoming.cases
         )
 
-    def _gain(self, case: RoundCase, num_drafts: int) -> float:
+    def _gain(self, case: StepCase, num_drafts: int) -> float:
         # A few rows of prompts more change it little, and it takes long to compute.
         case = case._replace(prompt_rows=-(-case.prompt_rows // GAIN_GRAIN) * GAIN_GRAIN)
         key, period = (case.num_reqs, num_drafts, case.prompt_rows), self._tile_spec.gain_period

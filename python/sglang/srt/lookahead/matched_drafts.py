@@ -10,20 +10,21 @@ match is that of its first branch, the longest one.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from sglang.srt.lookahead.round_prices import UpcomingRound
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.lookahead.tier_policy import (
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
+from sglang.srt.lookahead.load_aware_drafts import (
     LEAST_GAIN,
     PROBE_SHARE,
     PROBE_STEPS,
-    LoadAwareTier,
-    RoundOutcome,
-    TierParts,
+    LoadAwareDrafts,
     best_tier,
     costs_of_tiers,
 )
+from sglang.srt.lookahead.prompt_mix import PromptMix
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 # The longest match of each class but the last one; 0 is the class of those without a place.
 LONGEST_OF_CLASS = (0, 1, 2, 4, 8)
@@ -109,7 +110,7 @@ class _NodeChances:
         return found
 
 
-class MatchedTier:
+class MatchedDrafts:
     """The tier that gives most tokens per millisecond, by the matches of the requests at hand.
 
     A share PROBE_SHARE of the time is for steps of the next tier above the best one, so that drafts
@@ -117,52 +118,70 @@ class MatchedTier:
     """
 
     needs_prices = reads_matches = True
-    reads_lengths = may_rest = rests = False
+    may_rest = False
 
     @staticmethod
-    def tiers(options: TierOptions) -> tuple[int, ...]:
-        return LoadAwareTier.tiers(options)
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
+        return LoadAwareDrafts.tiers(options)
 
-    def __init__(self, parts: TierParts) -> None:
-        options, prices = parts.options, parts.prices
+    def __init__(self, parts: PolicyParts) -> None:
+        options, prices = parts.options, parts.rounds
         assert prices is not None, "Tiers go by prices, and none were measured."
         self._prices = prices
+        self._prompts = PromptMix(parts.max_prompt_rows)
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
         kind = _NodeChances if options.has_trees else _ChainChances
         self._chances = [kind(options.max_drafts, prior) for prior in PRIORS]
-        self._allowance_ms = 0.0
+        self._allowance = TrialAllowance()
         self.settled = 0
 
-    def choose(self, upcoming: UpcomingRound) -> int:
-        lengths = self._lengths(upcoming.match_lens)
-        costs = costs_of_tiers(self._prices, upcoming, self._tiers, lengths)
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        self._prompts.plan(upcoming)
+        lengths = self._lengths(upcoming)
+        costs = costs_of_tiers(self._prices, self._prompts, upcoming, self._tiers, lengths)
         best = best_tier(lengths, costs, self._least_gain)
         held = self.settled
         if best and held and lengths[held] / costs[held] > lengths[0] / costs[0]:
             gain = lengths[best] / costs[best] / (lengths[held] / costs[held]) - 1
             best = held if gain < HOLD_GAIN else best
         self.settled = best
-        return self._with_probes(costs, best)
+        return Budget(1 + self._with_probes(costs, best), settled=best)
 
-    def _lengths(self, match_lens: Sequence[int]) -> list[float]:
+    def _lengths(self, upcoming: UpcomingStep) -> list[float]:
         """Tokens that a request is expected to be given with 0, 1, ... drafts, on average."""
-        classes = [class_of(match_len) for match_len in match_lens] or [0]
-        by_class = {each: self._chances[each].lengths() for each in set(classes)}
-        sums = (sum(entry) for entry in zip(*(by_class[each] for each in classes), strict=True))
-        return [total / len(classes) for total in sums]
+        sums = [0.0] * (1 + self._tiers[-1])
+        for request, count in upcoming.emitting.items():
+            assert request.kind is not None, "Requests have a kind each."
+            lengths = self._chances[request.kind.match].lengths()
+            sums = [total + count * length for total, length in zip(sums, lengths, strict=True)]
+        return [total / upcoming.num_reqs for total in sums]
 
     def _with_probes(self, costs: dict[int, float], best: int) -> int:
         """The best tier, or the next one above it if there is time for that."""
         most_ms = PROBE_STEPS * costs[best]
-        self._allowance_ms = min(self._allowance_ms + PROBE_SHARE * costs[best], most_ms)
+        self._allowance.earn(PROBE_SHARE * costs[best], most_ms, 0.0)
         probed = min((tier for tier in self._tiers if tier > best), default=best)
         extra_ms = max(0.0, costs[probed] - costs[best])
-        if probed == best or extra_ms > self._allowance_ms:
+        if probed == best or extra_ms > self._allowance.left_ms:
             return best
-        self._allowance_ms -= extra_ms
+        self._allowance.add(-extra_ms)
         return probed
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        for match_len, num_fed, places in outcome.matched:
-            self._chances[class_of(match_len)].record(num_fed, places)
+    def observe(self, outcome: StepOutcome) -> None:
+        self._prompts.observe(outcome)
+        if outcome.plan.num_drafted_for is None:
+            return
+        for index, num_fed in enumerate(outcome.num_fed):
+            kind = outcome.kinds[index]
+            if num_fed and kind is not None:
+                self._chances[kind.match].record(num_fed, right_places(outcome, index))
+
+
+def right_places(outcome: StepOutcome, index: int) -> Collection[int]:
+    """Returns the places of the drafts of a request that were fed and right: of a tree its nodes
+    but the root, counted from 0."""
+    num_right = min(outcome.num_accepted[index] - 1, outcome.num_fed[index])
+    if not outcome.paths:
+        return range(num_right)
+    return [node - 1 for node in outcome.paths[index][1 : 1 + num_right]]

@@ -8,16 +8,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.lookahead.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
-from sglang.srt.lookahead.tier_options import TierOptions
-from sglang.srt.registry import TIER_POLICIES
-from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.registry import LENGTH_POLICIES
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.step_sizes import StepWidth
 
 if TYPE_CHECKING:
-    from sglang.srt.lookahead.tier_policy import TierPolicy
+    from sglang.srt.lookahead.length_policy import LengthPolicy
 
 ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthOptions:
+    """Says which numbers of drafts a policy may choose.
+
+    Attributes:
+        max_drafts: drafts of a request in a step, at least 1.
+        initial: drafts before anything is known, where a policy has such a number.
+        adaptive: which numbers batches of each size may have; None: not given.
+        has_trees: drafts are the first nodes of each request's tree; False: of its chain.
+    """
+
+    max_drafts: int
+    initial: int = 0
+    adaptive: AdaptiveConfig | None = None
+    has_trees: bool = False
+
+    def candidates(self, batch_size: int) -> tuple[int, ...] | None:
+        """Gives those of a batch of this size, padding included; None: not given."""
+        return None if self.adaptive is None else self.adaptive.candidates(batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +86,7 @@ class RoundOptions:
     Attributes:
         num_steps: drafts of a chain or of a tree without draft steps, or one after the other in a
             `tree`, at most; at least 1.
-        tier_policy: a name in `TIER_POLICIES` (registry.py).
+        tier_policy: a name in `LENGTH_POLICIES` (registry.py).
         initial_steps: drafts of a chain before a policy knows anything; None: all.
         adaptive: which numbers of drafts batches of each size may have; None: any.
         tile_spec_cache: steps are cut to the rows that pay (`TileSpec`); the folder where prices
@@ -100,9 +119,9 @@ class RoundOptions:
         assert self.tier_policy == "fixed", "Trees are all of one shape."
 
     @property
-    def tier_options(self) -> TierOptions:
+    def tier_options(self) -> LengthOptions:
         initial = self.num_steps if self.initial_steps is None else self.initial_steps
-        return TierOptions(self.num_steps, initial, self.adaptive, self.trees_of_any_size)
+        return LengthOptions(self.num_steps, initial, self.adaptive, self.trees_of_any_size)
 
     @property
     def has_trees(self) -> bool:
@@ -115,9 +134,9 @@ class RoundOptions:
         return self.tree is not None or self.num_steps > self.num_free
 
     @property
-    def policy(self) -> type[TierPolicy]:
+    def policy(self) -> type[LengthPolicy]:
         """Chooses how long chains are."""
-        kind: type[TierPolicy] = TIER_POLICIES.load(self.tier_policy)
+        kind: type[LengthPolicy] = LENGTH_POLICIES.load(self.tier_policy)
         return kind
 
     @property
@@ -147,7 +166,8 @@ class RoundOptions:
 
     @property
     def max_confirmed(self) -> int | None:
-        """See `DrafterNeeds`."""
+        """Returns how many drafts of a request a step may confirm, at most; None: all, as of
+        chains."""
         return None if self.tree is None else self.tree.max_confirmed
 
     def num_drafts(self, tier: int) -> int:
@@ -166,22 +186,3 @@ class RoundOptions:
         kept = rows if self.max_confirmed is None else 1 + self.max_confirmed
         slots = max(rows, kept + further)
         return StepWidth(decode_rows=slots, lookahead_rows=further, max_kept=kept)
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        """Gives what follows for a drafter of chains or trees."""
-        rows = 1 + self.max_drafts
-        return DrafterNeeds(
-            max_drafts=self.max_drafts,
-            max_rows=rows,
-            num_steps=self.tier_options.initial,
-            tiers=tuple(self.states),
-            extra_slots=self.step_width.decode_rows - rows,
-            has_trees=self.has_trees,
-            topk=1 if self.tree is None else self.tree.topk,
-            max_confirmed=self.max_confirmed,
-            max_masks=None if self.tile_spec_cache is None else 0,
-            needs_prices=self.needs_prices,
-            price_cache=self.tile_spec_cache,
-            rounds={self.num_drafts(tier): each.batch_sizes for tier, each in self.states.items()},
-        )

@@ -1,0 +1,255 @@
+"""Computes how many drafts a step should verify: their worth, the cost of rows, and the best
+number.
+
+Plain arithmetic on the host. A **draft's score** is the product of the head's probabilities along
+its chain up to itself, so it is high if the draft and all before it are probably right. A step of
+n requests that verifies k drafts has n + k rows: one certain token of each request, and the drafts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
+NUM_BINS = 32
+LINE_TRIALS = 2048.0  # that the line remembers, and of each bin:
+BIN_TRIALS = 256.0
+PRIOR_TRIALS = 8.0  # that the line counts as in each bin, and scores as chances in the line
+JUMP = 0.15  # share by which latency rises where a new segment begins
+
+
+class Calibration:
+    """The chance that a draft and all before it are confirmed, by the draft's score.
+
+    A line, bounded by LEAST_CHANCE and MOST_CHANCE, says what is likely where little was seen; it
+    is fitted by least squares, and is the score itself before anything is known. Scores are put in
+    NUM_BINS bins of equal width; the share confirmed in each corrects the line, and pooling of
+    neighbours that fall makes it monotone (isotonic regression). Old trials are forgotten as new
+    ones come, in the line and in each bin apart, so that rare scores keep what they have.
+
+    Only drafts that were verified may be told. Which ones those are must follow from their scores
+    alone: then the shares are right whichever were left out.
+    """
+
+    def __init__(self) -> None:
+        # Of the line, weighted: trials, scores, confirmed, squares of scores, scores confirmed.
+        # PRIOR_TRIALS each at score 0, never confirmed, and at 1, always confirmed.
+        self._prior = PRIOR_TRIALS * np.array([2.0, 1.0, 1.0, 1.0, 1.0])
+        self._sums = np.zeros(5)
+        self._tried = np.zeros(NUM_BINS)
+        self._confirmed = np.zeros(NUM_BINS)
+        self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+        self._chances: Floats | None = None  # of the centres; None: to be computed
+
+    def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
+        """Hears of drafts that were verified.
+
+        Args:
+            scores: [n] float, 0 to 1.
+            confirmed: [n] bool; whether the draft and all before it were.
+        """
+        told, right = np.asarray(scores, np.float64), np.asarray(confirmed, np.float64)
+        if told.size == 0:
+            return
+        told = bounded_scores(told)
+        seen = told.size, told.sum(), right.sum(), (told * told).sum(), (told * right).sum()
+        self._sums += np.array(seen)
+        self._sums *= min(1.0, LINE_TRIALS / self._sums[0])
+        bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        self._tried += np.bincount(bins, minlength=NUM_BINS)
+        self._confirmed += np.bincount(bins, right, minlength=NUM_BINS)
+        kept = np.minimum(1.0, BIN_TRIALS / np.maximum(self._tried, 1.0))
+        self._tried *= kept
+        self._confirmed *= kept
+        self._chances = None
+
+    def predict(self, scores: ArrayLike) -> Floats:
+        """Chances of the same shape; between the centres of bins they are interpolated."""
+        if self._chances is None:
+            line = self._line(self._centres)
+            weights = self._tried + PRIOR_TRIALS
+            shares = (self._confirmed + PRIOR_TRIALS * line) / weights
+            self._chances = _bounded(isotonic(shares, weights))
+        return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
+
+    def _line(self, scores: Floats) -> Floats:
+        """[n]; the bounded line."""
+        trials, x, y, xx, xy = self._sums + self._prior
+        slope = (trials * xy - x * y) / (trials * xx - x * x)
+        return _bounded(slope * scores + (y - slope * x) / trials)
+
+
+def bounded_scores(values: ArrayLike) -> Floats:
+    """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
+    return np.clip(np.nan_to_num(np.asarray(values, np.float64)), 0.0, 1.0)
+
+
+def _bounded(chances: Floats) -> Floats:
+    return np.clip(chances, LEAST_CHANCE, MOST_CHANCE)
+
+
+def isotonic(values: Floats, weights: Floats) -> Floats:
+    """[n]; the values that never fall and are closest to these, by weighted squares: neighbours
+    that fall are pooled (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many values
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        mean, total, count = value, weight, 1
+        while pools and pools[-1][0] >= mean:
+            other, other_weight, other_count = pools.pop()
+            mean = (other * other_weight + mean * total) / (other_weight + total)
+            total, count = total + other_weight, count + other_count
+        pools.append((mean, total, count))
+    return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Numbers of rows between which latency is a line.
+
+    Attributes:
+        first, last: rows measured.
+        slope: milliseconds per row.
+        intercept: milliseconds at 0 rows.
+    """
+
+    first: int
+    last: int
+    slope: float
+    intercept: float
+
+    def at(self, num_rows: int) -> float:
+        """Milliseconds."""
+        return self.intercept + self.slope * num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseLinearLatency:
+    """Milliseconds by rows as lines with cliffs between them: what people see of the GPU's tiles.
+
+    A new segment begins wherever the next size measured takes more than JUMP longer. Within one,
+    the line is that of least squares. `compute_optimal_k` goes by what was measured, a
+    `LatencyTable`, since some sizes cost more than larger ones and no line says so.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def fit(cls, sizes: Sequence[int], costs_ms: Sequence[float]) -> PiecewiseLinearLatency:
+        """From at least one size; sizes ascend."""
+        starts = [0]
+        for index, (before, after) in enumerate(itertools.pairwise(costs_ms)):
+            if after > before * (1 + JUMP):
+                starts.append(index + 1)
+        ends = [*starts[1:], len(sizes)]
+        return cls(
+            tuple(
+                _fitted(sizes[start:end], costs_ms[start:end])
+                for start, end in zip(starts, ends, strict=True)
+            )
+        )
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last number of rows of each segment."""
+        return tuple(segment.last for segment in self.segments)
+
+    def at(self, num_rows: int) -> float:
+        """Milliseconds of a number of rows: between two segments those of the later one, since a
+        GPU computes whole tiles, and beyond the last one as its line goes on."""
+        index = bisect.bisect_left(self.ends, num_rows)
+        return self.segments[min(index, len(self.segments) - 1)].at(num_rows)
+
+
+def _fitted(sizes: Sequence[int], costs_ms: Sequence[float]) -> Segment:
+    x, y = np.asarray(sizes, np.float64), np.asarray(costs_ms, np.float64)
+    spread = ((x - x.mean()) ** 2).sum()
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / spread) if spread else 0.0
+    return Segment(sizes[0], sizes[-1], slope, float(y.mean() - slope * x.mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTable:
+    """Milliseconds of rounds by the bucket of rows that they are padded to.
+
+    Attributes:
+        rows: ascending; the most rows that each bucket has room for. The last one has room for all
+            drafts.
+        costs_ms: of each, above 0; a larger bucket may be the cheaper one.
+    """
+
+    rows: tuple[int, ...]
+    costs_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert self.rows, "A table without buckets."
+        assert len(self.rows) == len(self.costs_ms), "A bucket has one price."
+        assert all(cost > 0 for cost in self.costs_ms), "A round takes time."
+
+    @property
+    def most_gain(self) -> float:
+        """Share that leaving drafts out could gain at most, were they worth nothing."""
+        return self.costs_ms[-1] / min(self.costs_ms) - 1.0
+
+
+def compute_optimal_k(
+    chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+) -> int:
+    """Computes how many drafts to verify, of all requests together, for most tokens per
+    millisecond.
+
+    The likeliest drafts are taken first. A draft is never likelier than one before it in its
+    chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
+    beginning. A round of k drafts is expected to give
+
+        E(k) = num_requests + sum of the k highest chances
+
+    tokens. Only numbers that fill a bucket are looked at: with fewer drafts it costs the same.
+
+    Args:
+        chances: [n] float in any order and shape; of each draft, that it and all before it are
+            confirmed.
+        table: of rounds of `num_requests` requests.
+        least_gain: share by which fewer drafts must beat all of them.
+
+    Returns:
+        0 to n. Of equally good numbers the largest; so all where rows cost nothing.
+    """
+    return best_cut(chances, num_requests, table, least_gain).num_drafts
+
+
+class Cut(NamedTuple):
+    """A number of drafts to verify, and its tokens per millisecond divided by those of verifying
+    all."""
+
+    num_drafts: int
+    gain: float
+
+
+def best_cut(
+    chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+) -> Cut:
+    """As `compute_optimal_k`, with its gain: 1 or more."""
+    ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
+    most = ordered.size
+    if most == 0:
+        return Cut(0, 1.0)
+    tokens = num_requests + np.concatenate(([0.0], np.cumsum(ordered)))
+    room = np.asarray(table.rows) - num_requests
+    fits = room >= 0
+    if not fits.any():
+        return Cut(most, 1.0)
+    counts = np.minimum(room[fits], most)
+    rates = tokens[counts] / np.asarray(table.costs_ms)[fits]
+    best = int(np.flatnonzero(rates == rates.max())[-1])
+    if rates[best] <= rates[-1] * (1.0 + least_gain):
+        return Cut(int(counts[-1]), 1.0)
+    return Cut(int(counts[best]), float(rates[best] / rates[-1]))

@@ -1,0 +1,251 @@
+"""Plans how many drafts requests get, and which of them are verified, for a drafter of any kind.
+
+All requests that are drafted for in a step get chains of the same number of drafts, from 0 on:
+their tier. A policy chooses it one step before the drafts are verified. Trees of a head are all of
+one shape, whose depth is the only tier; those that need no head have any number of nodes, and that
+is their tier. `TileSpec` may then cut the step to the drafts that pay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
+from sglang.srt.lookahead.matched_drafts import class_of
+from sglang.srt.lookahead.planner import PlannedRows
+from sglang.srt.lookahead.round_options import RoundOptions
+from sglang.srt.lookahead.tile_spec import TileSpec
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.step_ops import StepCounts
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+
+ALIKE = Kind()
+
+
+class LeftOutRows:
+    """Keeps whose tokens the drafter's model was not fed."""
+
+    def __init__(self) -> None:
+        self._behind = set[int]()  # rows of requests whose last tokens were left out
+        self._lacking = set[int]()  # and of those whose earlier ones were
+
+    def lacks_tokens(self, rows: Sequence[int]) -> bool:
+        """Tells whether tokens of a request were left out since it got its row."""
+        return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
+
+    def admit(self, row: int) -> None:
+        """A request has just got a row."""
+        self._behind.discard(row)
+        self._lacking.discard(row)
+
+    def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
+        """Hears of a step whether it leaves tokens out. Returns `StepPlan.fed_again`."""
+        if rests:
+            self._behind.update(rows)
+            return []
+        fed = self._behind.intersection(rows)
+        self._behind -= fed
+        self._lacking |= fed
+        return sorted(fed)
+
+
+class DraftRows(PlannedRows[StepPlan]):
+    """Plans for one entry per row of the page table. Before a policy chooses it knows the plan of
+    the step, which verifies the drafts that the step before proposed.
+
+    Attributes:
+        tile_spec: cuts steps to the drafts that pay; None: all are verified.
+
+    Args:
+        tier: of steps before the policy has chosen (`LengthPolicy.settled`).
+        reads_matches: see `LengthPolicy`.
+        left_out: the tokens that the drafter's model was not fed; None: it is fed all.
+    """
+
+    def __init__(
+        self,
+        options: RoundOptions,
+        num_rows: int,
+        tier: int,
+        reads_matches: bool,
+        tile_spec: TileSpec | None = None,
+        left_out: LeftOutRows | None = None,
+    ) -> None:
+        self.tile_spec = tile_spec
+        self._left_out = left_out
+        self._options, self._step_width = options, options.step_width
+        self._num_pending_drafts = [0] * num_rows  # of each row of the page table
+        # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
+        # to be drafted for.
+        self._last_choice = tier, 0
+        self._reads_matches = reads_matches
+        self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        """See `Planner`; the same whatever the parameters are."""
+        return self._step_width
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        for new in new_rows:
+            self._num_pending_drafts[new.row] = 0
+            if self._left_out is not None:
+                self._left_out.admit(new.row)
+
+    def begin(
+        self, batch: ScheduleBatch, lens: Sequence[int] | None
+    ) -> tuple[StepPlan, UpcomingStep | None]:
+        """See `PlannedRows`; lens are of the matches that drafts follow. The policy hears of steps
+        that emit, whatever tiers there are."""
+        num_drafts = [
+            0 if num_prompt else self._num_pending_drafts[row]
+            for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
+        ]
+        plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
+        tier, num_drafted_for = self._last_choice
+        if self.tile_spec is not None:
+            is_probe = max(num_drafts) > self._options.num_drafts(tier)
+            plan = self.tile_spec.cut(batch, plan, is_probe)
+        has_decodes = 0 in batch.num_prompt_tokens
+        plan = replace(plan, tier=tier, num_drafted_for=num_drafted_for if has_decodes else None)
+        if not any(batch.emits):
+            return plan, None
+        return plan, UpcomingStep.of(batch, self._emitting(batch, lens), is_fed=self._is_fed(batch))
+
+    def _emitting(
+        self, batch: ScheduleBatch, match_lens: Sequence[int] | None
+    ) -> Counter[EmittingRequest]:
+        """Requests that emit, by kind: their next step is taken to have the same ones. Of the match
+        after a prompt nothing is known yet."""
+        k, known = 1 + self._options.num_steps, match_lens or self._match_lens
+        if self._reads_matches:
+            lens = zip(batch.rows, batch.num_prompt_tokens, batch.emits, strict=True)
+            found = Counter(
+                (class_of(0 if num_prompt else known[row]), num_prompt > 0)
+                for row, num_prompt, emits in lens
+                if emits
+            )
+        else:
+            fed = zip(batch.num_prompt_tokens, batch.emits, strict=True)
+            found = Counter((0, num_prompt > 0) for num_prompt, emits in fed if emits)
+        return Counter({
+            EmittingRequest(Kind(match=match), k, pending=0 if is_new else 1): count
+            for (match, is_new), count in found.items()
+        })  # fmt: skip
+
+    def _is_fed(self, batch: ScheduleBatch) -> bool:
+        if self._left_out is None:
+            return True
+        emitting = zip(batch.rows, batch.emits, strict=True)
+        return not self._left_out.lacks_tokens([row for row, emits in emitting if emits])
+
+    def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
+        """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
+        plan, tier = begun, 0
+        if budget is None:
+            self._last_choice = self._last_choice[0], 0
+        else:
+            tier, self._last_choice = budget.limit - 1, (budget.settled, batch.emits.count(True))
+        next_drafts = self._next_drafts(batch, plan.max_accepted, tier)
+        for row, count in zip(batch.rows, next_drafts, strict=True):
+            self._num_pending_drafts[row] = count
+        is_idle = max(plan.num_drafts) == max(next_drafts) == 0
+        # A step of chunks alone has no decodes, which are what the head delays.
+        left_out = self._left_out
+        rests = left_out is not None and is_idle and budget is not None and budget.rests
+        of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
+        return replace(
+            plan,
+            next_drafts=next_drafts,
+            rests=rests,
+            fed_again=() if left_out is None else left_out.plan(batch.rows, rests),
+            wants_paths=plan.wants_paths or of_trees,
+        )
+
+    def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
+        """Drafts that each request of a step is given for its next one."""
+        if tier == 0:
+            return [0] * len(batch.rows)
+        num_slots = self._options.num_draft_slots(tier)
+        return drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
+
+    def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
+        """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""
+        rows, kinds = record.rows, [ALIKE] * len(record.rows)
+        if self._reads_matches and record.plan.num_drafted_for is not None:
+            assert record.lens is not None, "The drafter has matches."
+            self._match_lens = lens = record.lens.read()[0].tolist()
+            kinds = [Kind(match=class_of(lens[row])) for row in rows]
+        if self.tile_spec is None:
+            num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
+            num_accepted = result.accept_lens
+        else:
+            num_drafts = record.plan.num_drafts
+            num_accepted = self.tile_spec.observe(record, result)
+        return StepOutcome(
+            plan=record.plan,
+            rows=rows,
+            num_tried=[1 + count for count in num_drafts],
+            num_accepted=num_accepted,
+            num_tokens=sum(result.accept_lens),
+            num_fed=result.num_drafts,
+            kinds=kinds,
+            paths=result.paths,
+        )
+
+
+def drafts_of_requests(
+    batch: ScheduleBatch, max_accepted: int, num_steps: int, num_drafts: int
+) -> list[int]:
+    """R counts of drafts (`StepPlan.next_drafts`): as many of each request that drafts, else 0.
+
+    A request drafts if the step emits tokens of it and it has slots for all draft steps, however
+    many rows the step keeps. All others are left out, such as prompts that are read in chunks and
+    requests without look-ahead, so nothing of theirs is read or written, and no column past a
+    row's end, which has no slots.
+
+    Args:
+        max_accepted: see `StepPlan`.
+        num_steps: slots that draft steps need.
+    """
+    slots = zip(batch.emits, batch.num_prompt_tokens, batch.max_q_lens, strict=True)
+    return [
+        num_drafts if emits and (num_prompt or max_accepted) + num_steps <= reserved else 0
+        for emits, num_prompt, reserved in slots
+    ]
+
+
+def plan_of_drafts(
+    batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
+) -> StepPlan:
+    """The plan of a step in which prompts are fed, and every other request feeds its certain token
+    and its drafts, of which the host knows how many there are. It is plain where there are none.
+
+    Args:
+        num_drafts: R counts, 0 where a prompt is fed.
+        max_confirmed: see `DrafterNeeds`.
+    """
+    most = max(num_drafts)
+    if most == 0:
+        return StepPlan(counts=StepCounts.plain(batch), num_drafts=num_drafts)
+    accepted = most if max_confirmed is None else min(most, max_confirmed)
+    return StepPlan(
+        counts=_counts(batch, num_drafts),
+        max_pending=1 + most,
+        max_accepted=1 + accepted,
+        num_drafts=num_drafts,
+    )
+
+
+def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
+    emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
+    q_lens = [
+        num_prompt or 1 + count for num_prompt, count in zip(prompts, num_drafts, strict=True)
+    ]
+    fed = zip(prompts, q_lens, emits, strict=True)
+    num_read = [flag if num_prompt else q_len for num_prompt, q_len, flag in fed]
+    return StepCounts(q_lens, num_read, emits, [True] * len(emits))

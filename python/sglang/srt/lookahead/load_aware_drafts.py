@@ -1,0 +1,204 @@
+"""Chooses how many drafts requests get for their next step, under the current load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
+from sglang.srt.lookahead.prompt_mix import PromptMix
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import RoundPrices
+from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
+
+MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
+LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
+PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
+FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
+PRICE_EVERY = 4  # steps that are padded to as many requests have the same prices of tiers
+PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
+REST_AFTER = 16  # steps in a row without drafts
+# Steps that the head is fed before it drafts again: after so little context few drafts are right.
+CONTEXT_STEPS = 24
+
+
+class LoadAwareDrafts:
+    """The tier that gives most tokens per millisecond, by what was confirmed lately (`Stretches`)
+    and by the prices of rounds.
+
+    Tiers that are not chosen teach little. So now and then a step probes the cheapest higher one
+    that would be best if all drafts beyond the chosen tier were right. Probes are paid from an
+    allowance, PROBE_SHARE of the time of steps, which saves up PROBE_STEPS steps.
+
+    Estimates go up and down, so a tier stays until another one beats it by the share that drafts
+    must beat none by, or until no drafts beat it at all.
+
+    While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
+    Then a probe begins with steps that only feed it, which the allowance pays too: it gets
+    FEED_SHARE more.
+
+    Where `LengthOptions.adaptive` says which tiers batches of a size may have, it chooses from
+    these and 0.
+    """
+
+    needs_prices = may_rest = True
+    reads_matches = False
+
+    @staticmethod
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
+        if options.adaptive is not None:
+            return tuple(sorted({0, *options.adaptive.candidate_steps}))
+        max_drafts = options.max_drafts
+        if max_drafts <= MAX_DENSE_TIERS:
+            return tuple(range(max_drafts + 1))
+        powers = (1 << power for power in range(max_drafts.bit_length()))
+        return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
+
+    def __init__(self, parts: PolicyParts) -> None:
+        assert parts.rounds is not None, "Tiers go by prices, and none were measured."
+        self._prices, self._options = parts.rounds, parts.options
+        self._stretches = Stretches(parts.num_rows)
+        self._prompts = PromptMix(parts.max_prompt_rows)
+        self._graph_size, self._feed_ms = parts.graph_size, parts.feed_ms
+        self._tiers = self.tiers(parts.options)
+        self._least_gain = max(LEAST_GAIN, parts.rounds.spread)
+        self._allowance = TrialAllowance()
+        self._rest = RestRule()
+        self._costs: Mapping[int, float] = {}
+        self._size = self._age = 0  # of the costs: requests, padded, and steps
+        self.settled = 0
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        self._prompts.plan(upcoming)
+        if 2 * upcoming.num_new >= upcoming.num_reqs:
+            self._stretches.renew()
+            self._rest.renew()
+        lengths = self._stretches.lengths(self._tiers[-1])
+        costs = self._costs_ms(upcoming, lengths)
+        best = self.settled = self._settle(lengths, costs)
+        feed_ms = 0.0
+        if self._feed_ms is not None and best == 0:
+            feed_ms = self._feed_ms(self._prompts.cases(upcoming, lengths[0]))
+        wanted = self._with_probe(lengths, costs, feed_ms, upcoming.is_fed)
+        can_draft = self._rest.step(wanted > 0, upcoming.is_fed) or self._feed_ms is None
+        chosen = wanted if can_draft else 0
+        if chosen > best:
+            self._allowance.add(costs[best] - costs[chosen])
+        elif feed_ms and not self._rest.rests:  # where tier 0 comes and goes, owed for one wait
+            self._allowance.add(-feed_ms, -REST_AFTER * feed_ms)
+        rests = self._feed_ms is not None and self._rest.rests
+        return Budget(1 + chosen, settled=best, rests=rests)
+
+    def _costs_ms(self, upcoming: UpcomingStep, lengths: Sequence[float]) -> Mapping[int, float]:
+        """Milliseconds of a round of each tier that these requests may have, PRICE_EVERY - 1 steps
+        old at most: they change slowly, and computing them takes the host long."""
+        self._age, size = self._age + 1, self._graph_size(upcoming.num_reqs)
+        if self._age >= PRICE_EVERY or size != self._size:
+            self._age, self._size = 0, size
+            allowed = self._options.candidates(size)
+            tiers = self._tiers if allowed is None else sorted({0, *allowed})
+            self._costs = costs_of_tiers(self._prices, self._prompts, upcoming, tiers, lengths)
+        return self._costs
+
+    def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
+        """The best tier, or the one that was settled on before, unless the best one beats that."""
+        best, held = best_tier(lengths, costs, self._least_gain), self.settled
+        if held not in costs:
+            return best
+        least = lengths[held] / costs[held] * (1 + self._least_gain * (best > 0))
+        return best if lengths[best] / costs[best] > least else held
+
+    def _with_probe(
+        self, lengths: Sequence[float], costs: Mapping[int, float], feed_ms: float, is_fed: bool
+    ) -> int:
+        """The settled tier, or one that is to be probed."""
+        best, cost = self.settled, costs[self.settled]
+        most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
+        share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
+        self._allowance.earn(share * cost, most_ms, most_ms)
+        hopeful = hopeful_tiers(lengths, costs, best, self._least_gain)
+        if not hopeful:
+            return best
+        probed = min(hopeful, key=costs.__getitem__)
+        left_ms = self._allowance.left_ms - self._rest.num_steps_to_feed(is_fed) * feed_ms
+        return probed if costs[probed] - cost <= left_ms else best
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self._prompts.observe(outcome)
+        drafts = np.maximum(np.array(outcome.num_tried) - 1, 0)
+        right = np.where(drafts > 0, np.array(outcome.num_accepted) - 1, 0)
+        fed = np.array(outcome.num_fed) if outcome.num_fed else drafts
+        self._stretches.observe(outcome.rows, drafts, right, fed)
+
+
+class RestRule:
+    """Skips the head after REST_AFTER draft-free steps; a request whose tokens it missed gets
+    drafts only after CONTEXT_STEPS catch-up steps.
+
+    Attributes:
+        rests: whether the model is left out of the step at hand.
+    """
+
+    def __init__(self) -> None:
+        self.rests = False
+        self._num_idle = 0
+        self._num_fed = CONTEXT_STEPS
+
+    def renew(self) -> None:
+        """Most requests are new: drafts may follow at once, and the model is then fed the ends of
+        their prompts."""
+        self._num_fed = CONTEXT_STEPS
+
+    def num_steps_to_feed(self, is_fed: bool) -> int:
+        """Steps before there can be drafts. `is_fed`: the model has KV of all of the requests'
+        tokens."""
+        return 0 if is_fed else max(0, CONTEXT_STEPS - self._num_fed)
+
+    def step(self, wants_drafts: bool, is_fed: bool) -> bool:
+        """A step begins; whether the requests can be given drafts after it, if they are to be."""
+        can_draft = self.num_steps_to_feed(is_fed) == 0
+        self._num_idle = 0 if wants_drafts else self._num_idle + 1
+        self.rests = self._num_idle >= REST_AFTER
+        self._num_fed = 0 if self.rests else self._num_fed + 1
+        return can_draft
+
+
+def costs_of_tiers(
+    prices: RoundPrices,
+    prompts: PromptMix,
+    upcoming: UpcomingStep,
+    tiers: Iterable[int],
+    lengths: Sequence[float],
+) -> dict[int, float]:
+    """Milliseconds of a round of each tier; lengths as for `best_tier`."""
+    return {tier: prices.round_ms(prompts.cases(upcoming, lengths[tier]), tier) for tier in tiers}
+
+
+def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:
+    """The tier that gives most tokens per millisecond, of equal ones the least; 0 unless it beats
+    that by the share `least_gain`.
+
+    Args:
+        lengths: tokens that a request is expected to be given with 0, 1, ... drafts.
+        costs: milliseconds of a round of each tier, tier 0 among them.
+    """
+    best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))
+    plain = lengths[0] / costs[0]
+    return best if lengths[best] / costs[best] > plain * (1 + least_gain) else 0
+
+
+def hopeful_tiers(
+    lengths: Sequence[float], costs: Mapping[int, float], best: int, least_gain: float
+) -> list[int]:
+    """Tiers above the best one that would beat it if all their further drafts were right; arguments
+    as for `best_tier`."""
+    chance = lengths[best] - lengths[best - 1] if best else 1.0  # that the best tier's are right
+    least = lengths[best] / costs[best] * (1 + least_gain)
+    return [
+        tier
+        for tier in costs
+        if tier > best and (lengths[best] + chance * (tier - best)) / costs[tier] > least
+    ]

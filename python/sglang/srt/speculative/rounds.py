@@ -1,0 +1,94 @@
+"""Makes the planner of a drafter of chains or trees, and measures what it goes by."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.draft_rows import DraftRows, LeftOutRows
+from sglang.srt.lookahead.length_policy import PolicyParts, same_size
+from sglang.srt.lookahead.planner import LookaheadPlanner
+from sglang.srt.lookahead.round_options import RoundOptions
+from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundPrices
+from sglang.srt.lookahead.tile_spec import CutRounds, RoundTables, TileSpec
+from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
+from sglang.srt.speculative.drafter import DrafterParts
+from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
+
+
+def measured_rounds(parts: DrafterParts) -> MeasuredRounds | None:
+    """Prices of rounds, of which those of the drafter's model are measured here or taken from the
+    cache; the drafter's options have `rounds`. None where nothing goes by them."""
+    rounds: RoundOptions = parts.options.rounds
+    target_prices = parts.prices
+    if not rounds.needs_prices or target_prices is None:
+        return None
+    head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
+    width = 1 + rounds.num_steps
+    measure = partial(measure_draft_prices, head, num_rows, width, tuple(head.config.draft_steps))
+    if rounds.tile_spec_cache is None:
+        prices = measure()
+    else:
+        profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
+        prices = profiler.head(head, target_prices, measure)
+    return MeasuredRounds(
+        target_prices,
+        prices,
+        tree=rounds.tree,
+        max_requests=num_rows,
+        can_rest=head.config.may_rest,
+    )
+
+
+def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
+    """Returns what follows for a drafter of chains or trees."""
+    rows = 1 + rounds.max_drafts
+    return DrafterNeeds(
+        max_drafts=rounds.max_drafts,
+        max_rows=rows,
+        num_steps=rounds.tier_options.initial,
+        tiers=tuple(rounds.states),
+        extra_slots=rounds.step_width.decode_rows - rows,
+        has_trees=rounds.has_trees,
+        topk=1 if rounds.tree is None else rounds.tree.topk,
+        max_confirmed=rounds.max_confirmed,
+        max_masks=None if rounds.tile_spec_cache is None else 0,
+        needs_prices=rounds.needs_prices,
+        price_cache=rounds.tile_spec_cache,
+        rounds={rounds.num_drafts(tier): each.batch_sizes for tier, each in rounds.states.items()},
+    )
+
+
+def planner_of_rounds(
+    options: RoundOptions,
+    parts: DrafterParts,
+    prices: MeasuredRounds | None,
+    left_out: LeftOutRows | None = None,
+) -> LookaheadPlanner[StepPlan]:
+    """
+    Args:
+        prices: None where nothing goes by them.
+        left_out: the tokens that the drafter's model was not fed; None: it is fed all.
+    """
+    target, num_rows = parts.runners.target, parts.runners.memory.table.num_rows
+    tile_spec: TileSpec | None = None
+    policy_prices: RoundPrices | None = prices
+    if options.tile_spec_cache is not None:
+        assert prices is not None, "Rows go by prices, and none were measured."
+        tables = RoundTables(prices, target.config.capabilities.reads_q_starts)
+        tile_spec = TileSpec(tables, options.tile_spec_drafts, options.has_trees)
+        policy_prices = CutRounds(prices, tile_spec)
+    policy = options.policy(
+        PolicyParts(
+            options=options.tier_options,
+            num_rows=num_rows,
+            max_prompt_rows=parts.runners.max_prompt_rows,
+            rounds=policy_prices,
+            graph_size=same_size if target.graph_keys is None else target.graph_keys.decode_size,
+            feed_ms=None if prices is None or left_out is None else prices.feed_ms,
+        )
+    )
+    reads_matches = policy.reads_matches
+    rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
+    return LookaheadPlanner(rows, policy)

@@ -1,0 +1,63 @@
+"""Steps as policies hear of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.contract import Budget, StepPlan
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.load_aware_masks import LoadAwareMasks
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.step_ops import StepCounts
+
+
+def mask_parts(max_k: int = 1, prices: PriceTable | None = None) -> PolicyParts:
+    return PolicyParts(options=LengthOptions(max_k - 1), steps=prices)
+
+
+def mask_policy(prices: PriceTable, max_k: int) -> LoadAwareMasks:
+    return LoadAwareMasks(mask_parts(max_k, prices))
+
+
+def drafting_step(num_reqs: int, max_drafts: int = 1, kv_tokens: int = 0) -> UpcomingStep:
+    """Requests that all decode, and may be given drafts."""
+    return UpcomingStep(Counter({EmittingRequest(Kind(), 1 + max_drafts): num_reqs}), kv_tokens)
+
+
+def plan_of(
+    tier: int = 0, num_drafted_for: int | None = None, budget: Budget | None = None
+) -> StepPlan:
+    counts = StepCounts([1], [1], [1], [True])
+    return StepPlan(counts=counts, tier=tier, num_drafted_for=num_drafted_for, budget=budget)
+
+
+def drafted(
+    tier: int, num_reqs: int, drafts: Sequence[int], right: Sequence[int], fed: Sequence[int] = ()
+) -> StepOutcome:
+    """A step of requests that had drafts, of which some were right. It was chosen for `num_reqs`
+    requests, when `tier` was settled on."""
+    return StepOutcome(
+        plan=plan_of(tier, num_reqs),
+        rows=range(len(drafts)),
+        num_tried=[1 + count for count in drafts],
+        num_accepted=[1 + count for count in right],
+        num_tokens=len(right) + sum(right),
+        num_fed=fed,
+    )
+
+
+def predicted(budget: Budget, kind: Kind | None, pairs: Sequence[tuple[int, int]]) -> StepOutcome:
+    """A step of requests that could accept so many tokens, and did accept so many."""
+    count = len(pairs)
+    return StepOutcome(
+        plan=plan_of(budget.limit, budget=budget),
+        rows=range(count),
+        num_tried=[tried for tried, _ in pairs],
+        num_accepted=[taken for _, taken in pairs],
+        kinds=[kind] * count,
+        is_adjustable=[True] * count,
+    )
