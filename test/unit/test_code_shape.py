@@ -22,14 +22,13 @@ from code_shape import (
     TORCH_FREE,
     judge,
     lookahead_lines,
-    lookahead_lines,
     module_name,
     modules_that_load,
     project_texts,
     python_sources,
 )
 
-NUM_LOOKAHEAD_LINES = 5544
+NUM_LOOKAHEAD_LINES = 5546
 # (rule, place) -> measure. Lower or remove entries; add none.
 ALLOWED: dict[tuple[str, str], int] = {
     # No debt: the two places that read pickles, weights only and in processes of their own. The

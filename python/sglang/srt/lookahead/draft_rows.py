@@ -8,9 +8,11 @@ is their tier. `TileSpec` may then cut the step to the drafts that pay.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
@@ -106,13 +108,10 @@ class DraftRows(PlannedRows[StepPlan]):
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
         ]
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
-        tier, num_drafted_for = self._last_choice
         if self.tile_spec is not None:
-            is_probe = max(num_drafts) > self._options.num_drafts(tier)
+            is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
             plan = self.tile_spec.cut(batch, plan, is_probe)
-        has_decodes = 0 in batch.num_prompt_tokens
-        plan = replace(plan, tier=tier, num_drafted_for=num_drafted_for if has_decodes else None)
-        if not any(batch.emits):
+        if True not in batch.emits:
             return plan, None
         return plan, UpcomingStep.of(batch, self._emitting(batch, lens), is_fed=self._is_fed(batch))
 
@@ -130,27 +129,28 @@ class DraftRows(PlannedRows[StepPlan]):
                 if emits
             )
         else:
-            fed = zip(batch.num_prompt_tokens, batch.emits, strict=True)
-            found = Counter((0, num_prompt > 0) for num_prompt, emits in fed if emits)
+            num_new = sum(map(operator.and_, map(bool, batch.num_prompt_tokens), batch.emits))
+            found = Counter({(0, False): batch.emits.count(True) - num_new, (0, True): num_new})
         return Counter({
             EmittingRequest(Kind(match=match), k, pending=0 if is_new else 1): count
             for (match, is_new), count in found.items()
+            if count
         })  # fmt: skip
 
     def _is_fed(self, batch: ScheduleBatch) -> bool:
         if self._left_out is None:
             return True
-        emitting = zip(batch.rows, batch.emits, strict=True)
-        return not self._left_out.lacks_tokens([row for row, emits in emitting if emits])
+        return not self._left_out.lacks_tokens(list(compress(batch.rows, batch.emits)))
 
     def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
         """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
-        plan, tier = begun, 0
+        plan, (tier, num_drafted_for), next_tier = begun, self._last_choice, 0
         if budget is None:
-            self._last_choice = self._last_choice[0], 0
+            self._last_choice = tier, 0
         else:
-            tier, self._last_choice = budget.limit - 1, (budget.settled, batch.emits.count(True))
-        next_drafts = self._next_drafts(batch, plan.max_accepted, tier)
+            next_tier = budget.limit - 1
+            self._last_choice = budget.settled, batch.emits.count(True)
+        next_drafts = self._next_drafts(batch, plan.max_accepted, next_tier)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         is_idle = max(plan.num_drafts) == max(next_drafts) == 0
@@ -160,6 +160,8 @@ class DraftRows(PlannedRows[StepPlan]):
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
         return replace(
             plan,
+            tier=tier,
+            num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
             rests=rests,
             fed_again=() if left_out is None else left_out.plan(batch.rows, rests),

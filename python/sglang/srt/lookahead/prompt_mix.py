@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import lru_cache
+from functools import cache
 
 from sglang.srt.lookahead.round_prices import StepCase, StepCases
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
@@ -98,9 +98,9 @@ class PromptMix:
         return StepCases(num_reqs, upcoming.kv_tokens, found)
 
 
-@lru_cache(maxsize=1024)
-def _log_factorial(number: int) -> float:
-    return math.lgamma(number + 1)
+@cache
+def _log_factorials(count: int) -> list[float]:
+    return [math.lgamma(n + 1) for n in range(count)]
 
 
 def _numbers(mean: float) -> list[tuple[float, float]]:
@@ -109,15 +109,17 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
     off = SPREAD * math.sqrt(mean)
     least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
     stride = -(-(most + 1 - least) // MAX_NUMBERS)
-    log_mean, weights, means = math.log(mean), list[float](), list[float]()
-    for first in range(least, most + 1, stride):
-        numbers = range(first, min(first + stride, most + 1))
-        chances = [math.exp(n * log_mean - mean - _log_factorial(n)) for n in numbers]
-        weight = sum(chances)
-        weights.append(weight)
-        means.append(sum(map(operator.mul, chances, numbers)) / weight)
+    log_mean, exp, numbers = math.log(mean), math.exp, range(least, most + 1)
+    logs = _log_factorials(1 << (most + 1).bit_length())
+    chances = [exp(n * log_mean - mean - logs[n]) for n in numbers]
+    moments = list(map(operator.mul, chances, numbers))
+    groups = [slice(first, first + stride) for first in range(0, len(chances), stride)]
+    weights = [sum(chances[group]) for group in groups]
     total = sum(weights)
-    return [(weight / total, number) for weight, number in zip(weights, means, strict=True)]
+    return [
+        (weight / total, sum(moments[group]) / weight)
+        for weight, group in zip(weights, groups, strict=True)
+    ]
 
 
 def _rounded(rows: float) -> int:

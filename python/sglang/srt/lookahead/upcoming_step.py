@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -84,20 +85,17 @@ class UpcomingStep:
         is_fed: bool = True,
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
-        kv_tokens, prompts = 0, list[PromptChunk]()
-        for kv_len, num_prompt, emits in zip(
-            batch.kv_lens_before, batch.num_prompt_tokens, batch.emits, strict=True
-        ):
-            if num_prompt:
-                prompts.append(PromptChunk(kv_len, num_prompt))
-            if emits:
-                kv_tokens += kv_len + num_prompt
+        kv_lens, num_prompts, emits = batch.kv_lens_before, batch.num_prompt_tokens, batch.emits
+        prompt_rows, prompts = sum(num_prompts), list[PromptChunk]()
+        if prompt_rows:
+            fed = zip(kv_lens, num_prompts, strict=True)
+            prompts = [PromptChunk(*each) for each in fed if each[1]]
         return cls(
             emitting=emitting,
-            kv_tokens=kv_tokens,
-            prompt_rows=sum(batch.num_prompt_tokens),
-            longest_prompt=max(batch.num_prompt_tokens),
-            prompt_reqs=batch.emits.count(False),
+            kv_tokens=sum(compress(kv_lens, emits)) + sum(compress(num_prompts, emits)),
+            prompt_rows=prompt_rows,
+            longest_prompt=max(num_prompts),
+            prompt_reqs=emits.count(False),
             prompts=tuple(prompts),
             num_ended=num_ended,
             is_packed=is_packed,
