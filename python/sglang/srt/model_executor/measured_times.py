@@ -17,7 +17,7 @@ Launch = Callable[[], object]  # returns when the work is in a GPU's queue, mayb
 
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
-MOST_RUNS = 8  # on a GPU
+MOST_RUNS = 3  # on a GPU, for each that counts
 
 
 def shown(items: Sequence[Item], what: str, device: torch.device) -> Iterable[Item]:
@@ -30,7 +30,7 @@ def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
     """Returns the milliseconds of `repeats` runs after a first one, by the GPU's own clock. Runs
     are launched before any is waited for. While the host launches more slowly than the GPU
     computes, the GPU waits and the times are the host's. Such a run does not count, and another
-    follows it, up to MOST_RUNS for each that is to count; if none counts, all are returned."""
+    follows it, up to MOST_RUNS for each that is to count; if none does, all are returned."""
     launch()
     ends = [_recorded_event()]
     are_in_time = list[bool]()
