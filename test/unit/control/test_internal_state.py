@@ -19,6 +19,7 @@ from sglang.srt.messages.control import (
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedRow
 from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import BatchRequest
 from utils import FakeInbox, SchedulerHarness, Setup
 
 
@@ -164,7 +165,7 @@ def test_a_slot_that_is_lost_is_found_as_soon_as_the_scheduler_is_idle() -> None
 def row(is_decode: bool) -> LaunchedRow:
     """Of a running request, whose prompt ends or which decodes."""
     [req] = running_harness().scheduler.lifecycle.running
-    return LaunchedRow(req=req, max_kept=1, emits=True, ends_prompt=not is_decode)
+    return LaunchedRow(req, BatchRequest(0, num_prompt_tokens=0 if is_decode else 1), max_kept=1)
 
 
 def switches_after(stats: SchedulerStats, *tiers: int, is_decode: bool = True) -> dict[int, int]:

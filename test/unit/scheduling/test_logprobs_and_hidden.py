@@ -8,7 +8,7 @@ import pytest
 
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request import LaunchedRow
-from sglang.srt.step.worker import HostResult
+from sglang.srt.step.worker import BatchRequest, HostResult
 
 STATES = [b"0", b"1", b"2", b"next request"]
 
@@ -27,9 +27,11 @@ def test_a_row_that_is_fed_again_gives_its_state_once(
 ) -> None:
     """Of a prompt of five tokens the states of the last `num_hidden` are wanted."""
     request: Any = None  # not looked at
-    row = LaunchedRow(req=request, max_kept=5, emits=True, ends_prompt=True, num_hidden=num_hidden)
+    prompt = BatchRequest(0, 5, num_prompt_tokens=5)
+    row = LaunchedRow(request, prompt, max_kept=5, hidden=range(5 - num_hidden, 5))
     result = HostResult([[7], [8]], [int(num_kept == 5), 1], [num_kept, 1], hidden_states=STATES)
     reader = LogprobsAndHiddenReader(result)
     assert reader.take_hidden_states(row, num_kept) == expected
-    behind = LaunchedRow(req=request, max_kept=1, emits=False, ends_prompt=False, num_hidden=1)
+    chunk = BatchRequest(1, 1, num_prompt_tokens=1, emits=False)
+    behind = LaunchedRow(request, chunk, max_kept=1, hidden=range(1))
     assert reader.take_hidden_states(behind, 1) == [STATES[num_hidden]]
