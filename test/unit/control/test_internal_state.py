@@ -273,13 +273,13 @@ def test_a_step_that_a_request_did_not_need_any_more_is_in_no_average(
     on_read = SchedulerStats.on_read
 
     def spy(
-        stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any, *more: Any
+        stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, had_ended: Any, **more: Any
     ) -> None:
         nonlocal num_over
-        kept = [row.is_decode and not is_over for row, is_over in zip(rows, over, strict=True)]
+        kept = [row.is_decode and not is_over for row, is_over in zip(rows, had_ended, strict=True)]
         accepted.extend(num for num, is_kept in zip(lens, kept, strict=True) if is_kept)
-        num_over += sum(over)
-        on_read(stats, rows, lens, drafts, tier, over, *more)
+        num_over += sum(had_ended)
+        on_read(stats, rows, lens, drafts, had_ended=had_ended, **more)
 
     monkeypatch.setattr(SchedulerStats, "on_read", spy)
     for start in range(10):

@@ -254,9 +254,9 @@ class Scheduler:
             step.rows,
             result.accept_lens,
             result.num_drafts,
-            result.tier,
-            had_ended,
-            self.processor.num_generated,
+            tier=result.tier,
+            had_ended=had_ended,
+            num_generated=self.processor.num_generated,
         )
         self._decode_log.after_step(step.rows)
         self.checker.after_step("result read")

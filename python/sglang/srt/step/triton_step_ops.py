@@ -239,8 +239,15 @@ class TritonStepOps:
             **self._launch,
         )  # fmt: skip
         input_ids, positions, slots = tokens.unbind()
-        read = ReadRows(*reads.unbind())
-        return RowLayout(per_request, input_ids, positions, slots, kv_lens, read, lookahead)
+        return RowLayout(
+            per_request,
+            input_ids,
+            positions,
+            slots,
+            kv_lens=kv_lens,
+            reads=ReadRows(*reads.unbind()),
+            lookahead=lookahead,
+        )
 
     def _lookahead(
         self, num_reqs: int, counts: StepCounts, trees: DraftTrees | None

@@ -270,13 +270,13 @@ class GenerationBatchResult:
             token_ids,
             accept_lens,
             kept_lens,
-            HostLogprobs.of(emitted),
-            HostLogprobs.of(prompts),
-            [row.tobytes() for row in hidden[0].float().numpy()] if hidden else [],
-            drafts[0].tolist() if drafts else [],
-            self.tier,
-            paths[0].tolist() if paths else [],
-            self.record,
+            emitted_logprobs=HostLogprobs.of(emitted),
+            prompt_logprobs=HostLogprobs.of(prompts),
+            hidden_states=[row.tobytes() for row in hidden[0].float().numpy()] if hidden else [],
+            num_drafts=drafts[0].tolist() if drafts else [],
+            tier=self.tier,
+            paths=paths[0].tolist() if paths else [],
+            record=self.record,
         )
 
 
