@@ -1,4 +1,4 @@
-"""Makes a forward batch of the scheduler's step, by gathers over device rows alone."""
+"""Makes the forward batch of a step whose rows are laid out."""
 
 from __future__ import annotations
 
