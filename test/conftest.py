@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the half of long matrices that TEST_TURN does not choose."""
+    """Leaves out the cases of long matrices that TEST_TURN does not choose."""
     turn = os.environ.get("TEST_TURN", "all")
     if turn == "all":
         return
