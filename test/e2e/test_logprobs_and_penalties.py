@@ -18,6 +18,8 @@ from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
 from utils import Collected, RandomBudget, SchedulerHarness, Setup, make_model_worker
 
+pytestmark = pytest.mark.long_matrix
+
 TOLERANCE = 1e-4
 CHOSEN = [5, 300, 4000]
 BASE = Setup(num_pages=4096, max_running_requests=8)
@@ -74,7 +76,6 @@ def compare(position: PositionLogprobs, expected: torch.Tensor, token: int) -> N
     assert position.chosen == pytest.approx(chosen, abs=TOLERANCE)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("temperature", "variant"),
     [*((0.0, variant) for variant in VARIANTS), (0.7, "overlap"), (0.7, "small pool")],
@@ -108,7 +109,6 @@ def test_logprobs_equal_transformers(
                 check(oracle, prompt, result, start, temperature or 1.0)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str) -> None:
     harness = harness_of(path, **VARIANTS[variant])
@@ -135,7 +135,6 @@ def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str)
             )
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_penalties_survive_several_accepted_tokens_per_step(
     path: Path, penalized: list[list[int]], variant: str
@@ -191,7 +190,6 @@ def unpenalized(path: Path) -> list[list[int]]:
     return harness.generate(PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_penalties_survive_every_schedule(
     path: Path, penalized: list[list[int]], unpenalized: list[list[int]], variant: str
@@ -208,7 +206,6 @@ def test_penalties_survive_every_schedule(
     assert unpenalized != penalized
 
 
-@pytest.mark.long_matrix
 def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     with sglang.Engine(

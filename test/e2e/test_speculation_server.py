@@ -15,6 +15,8 @@ from draft_heads import Sizes, eagle_config, eagle_shapes, random_tensors, write
 from mtp_oracle import greedy_outputs
 from serving_utils import RunningServer, running_server
 
+pytestmark = pytest.mark.long_matrix
+
 NUM_TOKENS = 48
 SIZES = Sizes(256, 64, 2, 1, 128, 4096, 4096)
 PROMPTS = ["def add(a, b):\n    return a + b\n\n\n" * 8, "import os\n", "[0, 0, 0, 0, 0, 0, 0,"]
@@ -125,7 +127,6 @@ def metrics_of(server: RunningServer) -> dict[tuple[str, str], float]:
     }
 
 
-@pytest.mark.long_matrix
 def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
     right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,8 @@ from sglang.srt.utils.common import add_prometheus_middleware
 from sglang.srt.weight_sync.utils import update_weights
 from target import TARGET
 
+pytestmark = pytest.mark.long_matrix
+
 PROMPT = [5, 6, 7, 8, 9]
 NORM, ROWS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
 HOST = "127.0.0.1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turns import chosen
+from turns import case_of, chosen
 
 TESTS = [*(f"test/a.py::test_pairs[{pair}]" for pair in range(9)), "test/a.py::test_alone"]
 
@@ -22,3 +22,21 @@ def test_turns_differ_and_each_says_the_same_again() -> None:
     assert parts == [chosen(str(turn), TESTS) for turn in range(50)]
     assert set.union(*parts) == set(TESTS)
     assert not set.intersection(*parts)
+
+
+def test_a_test_of_no_matrix_is_not_drawn(request: pytest.FixtureRequest) -> None:
+    assert case_of(request.node) is None
+
+
+@pytest.mark.long_matrix
+def test_a_marked_test_is_a_case(request: pytest.FixtureRequest) -> None:
+    assert case_of(request.node) == request.node.nodeid
+
+
+@pytest.mark.long_matrix
+def test_a_marked_file_is_one_case(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = request.node.getparent(pytest.Module)
+    monkeypatch.setattr(file, "own_markers", [pytest.mark.long_matrix.mark])
+    assert case_of(request.node) == f"files[{file.nodeid}]"
