@@ -174,6 +174,7 @@ def test_card_holds_the_figures_of_the_results_file(head: Head) -> None:
         assert f"| {window} | {made['positions']:,} | {alone} | {accepted} |" in card
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_tokens_are_those_without_a_head_and_drafts_are_often_right(
     head: Head, prompts: list[list[int]], references: list[Reference]
