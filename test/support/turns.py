@@ -1,4 +1,4 @@
-"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fourth. All
+"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth. All
 files that are marked as a whole, since their tests share a server or what a compiler made, are one
 matrix, whose cases are the files.
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import pytest
 
 REST_OF = "rest-of-"
-PARTS = 4  # the suite takes one
+PARTS = 5  # the suite takes one
 
 
 def is_rest(turn: str) -> bool:
@@ -33,7 +33,7 @@ def case_of(item: pytest.Item) -> str | None:
 
 
 def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
-    """Draws a fourth of each test function's cases by their ids, rounded up or down so that every
+    """Draws a fifth of each test function's cases by their ids, rounded up or down so that every
     case is drawn as often as the others. Processes of one run draw the same."""
     functions: dict[str, list[str]] = {}
     for test in tests:
