@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sglang.srt.control import bodies
 from sglang.srt.model_config import DTYPES
 from sglang.srt.weight_sync.weight_group import BACKENDS, TensorSpec, WeightGroup
-from sglang.srt.weight_sync.weight_store import WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 from utils import Setup, make_random_llama, make_runner
 
 TIMEOUT_S = 20.0
@@ -159,10 +159,10 @@ def test_a_model_takes_over_what_a_trainer_broadcasts(start: Start, tmp_path: Pa
     runner, expected = make_runner(old, Setup()), make_runner(new, Setup())
     wanted = [
         TensorSpec(name, "torch.float32", tuple(tensor.shape))
-        for name, tensor in sorted(expected.weights.from_file(str(file)).items())
+        for name, tensor in sorted(expected.weights.reader.from_file(str(file)).items())
     ]
     group = trainer.join()
-    runner.weights.apply(runner.weights.from_tensors(group.receive(wanted)))
+    runner.weights.apply(runner.weights.reader.from_tensors(group.receive(wanted)))
     group.close()
     for (name, one), (_, other) in zip(
         runner.model.named_parameters(), expected.model.named_parameters(), strict=True
@@ -363,9 +363,9 @@ def test_a_refused_tensor_leaves_the_group_in_step(start: Start, tmp_path: Path)
     script = "send(torch.ones(1), torch.ones(2))\nsend(torch.ones(64))"
     group = start(script).join()
     with pytest.raises(WeightUpdateError, match="w0"):
-        runner.weights.from_tensors(group.receive(specs((1,), (2,))))
+        runner.weights.reader.from_tensors(group.receive(specs((1,), (2,))))
     good = [TensorSpec("model.norm.weight", "float32", (64,))]
-    staged = runner.weights.from_tensors(group.receive(good))
+    staged = runner.weights.reader.from_tensors(group.receive(good))
     assert staged["model.norm.weight"].tolist() == [1] * 64
     group.close()
 

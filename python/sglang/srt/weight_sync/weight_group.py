@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from sglang.srt.weight_sync.weight_store import WeightUpdateError, first_line
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError, first_line
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
