@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from sglang.srt.messages.control import (
     ControlReply,
     FromBytes,
     FromDirectory,
+    FromGroup,
     GetWeightsByNameReq,
     MemoryOccupationReq,
     PauseGenerationReq,
@@ -36,6 +38,7 @@ from sglang.srt.messages.control import (
     WeightSelector,
     WeightSessionReq,
 )
+from sglang.srt.weight_sync.weight_group import TensorSpec
 
 torch.set_num_threads(1)
 KINDS = (EAGLE, EAGLE3, STANDALONE)
@@ -59,6 +62,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         f"other {EAGLE}": write_eagle_head(folder / "other1", 5, WORSE),
         f"other {EAGLE3}": write_eagle3_head(folder / "other3", found["target"], 5, WORSE),
         f"other {STANDALONE}": write_draft(folder / "other draft", 5, WORSE),
+        "other d2t": write_eagle3_head(folder / "other d2t", found["target"], 6, foreign=(0, 9)),
         "other target": write_target(folder / "other target", seed=4),
     }
 
@@ -200,6 +204,40 @@ def test_an_update_of_the_head_waits_for_no_request_and_one_of_the_target_does(
         for req_id in ids
         if harness.outputs[req_id].token_ids
     )
+    assert harness.end(ids) == right_tokens(paths["target"])
+
+
+class Group:
+    """A joined group that gives what it is asked for, as `WeightGroup` does."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def receive(self, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
+            tensor = self._tensors[spec.name]
+            assert (spec.dtype, spec.shape) == (str(tensor.dtype), tuple(tensor.shape))
+            yield spec.name, tensor
+
+
+@pytest.mark.parametrize(("selector", "beginning"), [("draft", ""), ("all", "draft.")])
+def test_a_group_brings_the_weights_of_a_head_and_its_table_of_tokens(
+    paths: dict[str, Path], selector: WeightSelector, beginning: str
+) -> None:
+    new = {beginning + name: tensor for name, tensor in tensors_of(paths["other d2t"]).items()}
+    del new[f"{beginning}t2d"]
+    harness = Swapped(paths, EAGLE3)
+    ids = harness.start()
+    harness.scheduler.control._weights._groups["g"] = Group(new)  # type: ignore[assignment]
+    source = FromGroup(
+        group_name="g",
+        names=[*new],
+        dtypes=[str(tensor.dtype) for tensor in new.values()],
+        shapes=[[*tensor.shape] for tensor in new.values()],
+    )
+    reply = harness.ask(UpdateWeightsReq, source=source, selector=selector)
+    assert reply.fields["num_draft_tensors"] == len(new)
+    assert harness.value("draft.d2t") == new[f"{beginning}d2t"][:1].tolist()
     assert harness.end(ids) == right_tokens(paths["target"])
 
 

@@ -33,6 +33,7 @@ from sglang.srt.messages.control import (
     WeightSource,
 )
 from sglang.srt.sent_tensors import (
+    DTYPE_BYTES,
     MAX_NAME_CHARS,
     MAX_SIZE,
     MAX_TENSORS,
@@ -48,7 +49,14 @@ FolderName = Annotated[str, Meta(min_length=1, max_length=4_096)]
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
 TensorName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Dtype = Literal[
-    "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
+    "float32",
+    "bfloat16",
+    "float16",
+    "int64",
+    "torch.float32",
+    "torch.bfloat16",
+    "torch.float16",
+    "torch.int64",
 ]
 Shape = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=8)]
 GroupBackend = Literal["gloo", "nccl"]
@@ -203,7 +211,7 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
             raise field_error("names", "must not name a tensor twice")
         for index, name in enumerate(self.names):
             check_printable(**{f"names[{index}]": name})
-            value_bytes = 4 if self.dtypes[index].endswith("float32") else 2
+            value_bytes = DTYPE_BYTES[self.dtypes[index].removeprefix("torch.")]
             if math.prod(self.shapes[index]) * value_bytes > MAX_SIZE:
                 raise field_error(f"shapes[{index}]", f"must be of up to {MAX_SIZE} bytes")
 
