@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ import torch
 
 from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import WEIGHTS_TAG
+from sglang.srt.control.staged_update import StagedUpdate, models_of
 from sglang.srt.messages.control import (
     DEFAULT_GROUP,
     DRAFT_MODEL,
@@ -44,15 +45,12 @@ from sglang.srt.weight_sync.sent_memory import opened_tensors
 from sglang.srt.weight_sync.weight_group import TensorSpec, WeightGroup
 from sglang.srt.weight_sync.weight_reader import (
     DRAFT,
-    TARGET,
     StagedWeights,
     WeightUpdateError,
-    split_name,
 )
 
 logger = logging.getLogger(__name__)
 
-MODELS = {TARGET: TARGET_MODEL, DRAFT: DRAFT_MODEL}  # by the beginning of names of weights
 WeightMessage = UpdateWeightsReq | WeightSessionReq | UpdateWeightVersionReq | WeightGroupReq
 WEIGHT_UPDATE_ABORT_MESSAGE = "The request was aborted for a weight update."
 NO_SESSION = "No weight update has begun; call begin_weight_update."
@@ -108,39 +106,6 @@ class _Job:
     finish: Callable[[Any], None]
 
 
-@dataclass(slots=True)
-class _Update:
-    """New weights of one call, or of a session, that have not been taken over.
-
-    Attributes:
-        versions: new labels, by model.
-        complete: models of which they include all weights.
-        aborts: whether requests are ended instead of being waited for.
-    """
-
-    staged: StagedWeights = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    complete: set[str] = field(default_factory=set)
-    aborts: bool = False
-
-    def add(self, message: UpdateWeightsReq, staged: StagedWeights) -> None:
-        models = models_of(staged)
-        self.staged.update(staged)
-        self.label(models, message.weight_version)
-        self.complete |= models if isinstance(message.source, FromDirectory) else set()
-        self.aborts |= message.abort_all_requests
-
-    def label(self, models: set[str], version: str | None) -> None:
-        if version is not None:
-            self.versions |= dict.fromkeys(models, version)
-
-
-def models_of(staged: StagedWeights) -> set[str]:
-    """Returns the models that have staged weights."""
-    beginnings = {split_name(name, MODELS)[0] for name in staged}
-    return {MODELS[beginning] for beginning in beginnings}
-
-
 class WeightControl:
     """Handles everything that changes weights or their label, one call after the other.
 
@@ -164,7 +129,7 @@ class WeightControl:
         self._between_steps = between_steps
         self._abort_all = abort_all
         self._reply = reply
-        self._session: _Update | None = None
+        self._session: StagedUpdate | None = None
         self._half_written: set[str] = set()
         self._groups: dict[str, WeightGroup] = {}
         self._jobs: deque[_Job] = deque()
@@ -235,7 +200,7 @@ class WeightControl:
 
     def _update(self, message: UpdateWeightsReq) -> None:
         def finish(staged: StagedWeights) -> None:
-            update = self._session or _Update()
+            update = self._session or StagedUpdate()
             update.add(message, staged)
             if update is not self._session:
                 self._take_over(message, update)
@@ -275,7 +240,9 @@ class WeightControl:
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parts]
         return group.receive(specs)
 
-    def _take_over(self, message: UpdateWeightsReq | WeightSessionReq, update: _Update) -> bool:
+    def _take_over(
+        self, message: UpdateWeightsReq | WeightSessionReq, update: StagedUpdate
+    ) -> bool:
         """Between steps, makes the staged weights serve. Returns whether that worked."""
         problem = "" if self._half_written <= update.complete else self._state.broken
         changed = models_of(update.staged)
@@ -344,7 +311,7 @@ class WeightControl:
             problem = "A weight update has begun already; commit it or roll it back."
             self._answer(message.call_id, problem)
             return
-        self._set_session(_Update())
+        self._set_session(StagedUpdate())
         self._lifecycle.ledger.begin_weight_epoch()
         self._answer(message.call_id, "", "Weight update begun; the old weights serve on.")
 
@@ -370,7 +337,7 @@ class WeightControl:
         self._lifecycle.ledger.begin_weight_epoch()
         self._answer(message.call_id, "", "Weight update rolled back; the old weights serve.")
 
-    def _set_session(self, session: _Update | None) -> None:
+    def _set_session(self, session: StagedUpdate | None) -> None:
         self._session = session
         self._state.in_weight_session = session is not None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import WEIGHTS_TAG
+from sglang.srt.control.weight_control import ModelWeights
 from sglang.srt.messages.control import (
     CheckWeightsReq,
     ControlReply,
@@ -25,16 +26,6 @@ MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that a change of one byte always show
 MAX_NAMED = 3
 
 
-class ReadableWeights(Protocol):
-    """See `weight_sync.weight_store.WeightStore`."""
-
-    def names(self) -> list[str]: ...
-
-    def value_of(self, name: str) -> torch.Tensor | None: ...
-
-    def apply(self, staged: dict[str, torch.Tensor]) -> None: ...
-
-
 class WeightInspection:
     """Handles get_weights_by_name and weights_checker, between steps.
 
@@ -44,7 +35,7 @@ class WeightInspection:
 
     def __init__(
         self,
-        weights: ReadableWeights,
+        weights: ModelWeights,
         state: EngineState,
         lifecycle: RequestLifecycle,
         between_steps: BetweenStepsQueue,

@@ -27,7 +27,7 @@ NO_DRAFT_MODEL = (
 
 
 class ServingWeights:
-    """What `WeightStore` is for one model, for the target and its draft model.
+    """The weights of the target and of its draft model, each in its `WeightStore`.
 
     Attributes:
         has_draft: whether there is a draft model with weights of its own.
