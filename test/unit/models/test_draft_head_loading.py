@@ -325,7 +325,7 @@ def test_an_update_with_a_wrong_map_changes_nothing(
     change_weights(other, change)
     config = load_head_config(str(folder), EAGLE3, target)
     with pytest.raises(WeightUpdateError, match="'d2t'"):
-        WeightStore(model, config).from_directory(str(other))
+        WeightStore(model, config).reader.from_directory(str(other))
     assert torch.equal(model.get_buffer("d2t"), before)
 
 

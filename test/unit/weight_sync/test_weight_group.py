@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.control import bodies
-from sglang.srt.model_config import DTYPES
-from sglang.srt.weight_sync.weight_group import BACKENDS, TensorSpec, WeightGroup
+from sglang.srt.weight_sync.weight_group import BACKENDS, DTYPES, TensorSpec, WeightGroup
 from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 from utils import Setup, make_random_llama, make_runner
 
@@ -185,6 +184,13 @@ def test_values_come_in_order_with_their_types(start: Start, dtype: str) -> None
     assert received["w1"].shape == (0,)
     assert received["w2"] == 7
     assert received["w3"].isnan().all()
+    group.close()
+
+
+def test_a_table_of_tokens_comes_with_values_beyond_32_bits(start: Start) -> None:
+    group = start("send(torch.tensor([-3, 2**40]))").join()
+    ((_, received),) = group.receive(specs((2,), dtype="torch.int64"))
+    assert received.tolist() == [-3, 2**40]
     group.close()
 
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 TRAINER_RANK = 0
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # to the device that it receives on
+DTYPES = ("float32", "bfloat16", "float16", "int64")  # names in torch of what may be sent
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer of each size in bytes
 RETRY_INTERVAL_S = 0.1
 # A watchdog of NCCL ends the process when the time-out of the group is over: ours comes first.
