@@ -48,6 +48,7 @@ def load_model(
         model: Model = architecture(config, max_positions)
     if load_format != "dummy":
         _untie_if_stored_twice(model, config, dtype)
+        _borrow_equal(model, config, dtype)
     model = _with_memory(model.to(dtype), config, device).eval()
     model.complete()
     if load_format == "dummy":
@@ -77,6 +78,19 @@ def _untie_if_stored_twice(model: Model, config: ModelConfig, dtype: torch.dtype
                 other,
             )
             model.untie()
+
+
+def _borrow_equal(model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Lets a model borrow what another one has with the same values."""
+    names = model.checkpoint_names
+    if names.lender is None or not names.borrowed:
+        return
+    theirs = dict(read_directory(names.lender))
+    for stored, tensor in read_directory(config.path):
+        name = names.own_name(stored)
+        found = [theirs[other] for other in names.borrowed.get(name, ()) if other in theirs]
+        if found and have_equal_values(tensor, found[0], dtype):
+            model.borrow(name)
 
 
 def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:

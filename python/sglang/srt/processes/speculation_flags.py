@@ -15,7 +15,8 @@ from typing import Any
 
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.flag_values import as_flag
-from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
+from sglang.srt.head_config import load_head_config
+from sglang.srt.head_layouts import EAGLE, EAGLE3
 from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.processes.round_flags import (
@@ -165,7 +166,7 @@ def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=1)
     path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
     head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
-    return EagleConfig(head, target.num_layers, rounds, asked.suppressed_token_ids)
+    return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
 
 def _standalone(asked: Asked) -> StandaloneConfig:
