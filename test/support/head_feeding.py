@@ -131,7 +131,7 @@ def assert_close(
 
 def run_a_round(pair: Pair, kind: str, tolerance: float = TOLERANCE) -> None:
     """Chunks of prompts side by side, then draft steps, then rows of a target's step again."""
-    feeding, width = Feeding(pair, tolerance=tolerance), WIDTHS[kind]
+    feeding, width = Feeding(pair, tolerance=tolerance), pair.model.hidden_width
     feeding.feed({0: feeding.random(40, width), 1: feeding.random(5, width)})
     feeding.feed({1: feeding.random(17, width), 2: feeding.random(1, width)}, reads=[16, 17])
     hidden, logits = feeding.feed({row: feeding.random(3, width) for row in (0, 1, 2)})
