@@ -49,6 +49,8 @@ ARCHITECTURES = {
     "DFlashDraftModel": DFLASH,
     "Qwen3DSparkModel": DSPARK,
 }
+NAMED_LIKE_MODELS = [ARCHITECTURES[name] for name in ("LlamaForCausalLM", "Qwen2ForCausalLM")]
+HEAD_ENTRIES = (SPECULATORS, "draft_vocab_size", "dflash_config")  # which no model has
 # By `speculators_model_type`.
 SPECULATORS_TYPES = {
     "eagle3": Layout("speculators", EAGLE3),
@@ -104,6 +106,15 @@ def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout 
         return SPECULATORS_TYPES.get(str(entries[SPECULATORS]))
     name = architecture_of(entries)
     return NEXTN if any(mark in name for mark in MTP_NAMES) else ARCHITECTURES.get(name)
+
+
+def head_mark(entries: Mapping[str, Any]) -> str:
+    """Says by which entry of config.json a folder is that of a head, no model's; empty if none
+    says so."""
+    name = architecture_of(entries)
+    if name in ARCHITECTURES and ARCHITECTURES[name] not in NAMED_LIKE_MODELS:
+        return f"architecture {name!r}"
+    return next((mark for mark in HEAD_ENTRIES if entries.get(mark) is not None), "")
 
 
 def architecture_of(entries: Mapping[str, Any]) -> str:

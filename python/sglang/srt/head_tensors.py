@@ -57,9 +57,10 @@ def vocabulary_problem(folder: Path, names: dict[str, str], vocab_size: int) -> 
 
 
 def _files(folder: Path) -> list[Path]:
+    """Returns the safetensors of a folder; none where one is missing."""
     present = [file.name for file in folder.iterdir() if file.is_file()]
     names, _ = weight_names(folder, present)
-    return [folder / name for name in names if name in present]
+    return [folder / name for name in names] if set(names) <= set(present) else []
 
 
 def _read(folder: Path, name: str) -> np.ndarray | None:

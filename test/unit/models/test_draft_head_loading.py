@@ -283,6 +283,11 @@ BAD_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], list[str]
         lambda each: each.update({"layers.0.hidden_norm.weight": torch.ones(64)}),
         ["hidden_norm.weight' twice"],
     ),
+    (
+        EAGLE3,
+        lambda each: each.update({"input_norm.weight": torch.ones(192)}),
+        ["'input_norm.weight' that", "does not know"],
+    ),
     (EAGLE, lambda each: each.update({"fc.bias": torch.ones(63)}), ["'fc.bias'", "[63]"]),
     (
         EAGLE,

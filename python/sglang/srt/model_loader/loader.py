@@ -83,12 +83,13 @@ def _untie_if_stored_twice(model: Model, config: ModelConfig, dtype: torch.dtype
 def _borrow_equal(model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
     """Lets a model borrow what another one has with the same values."""
     names = model.checkpoint_names
-    if names.lender is None or not names.borrowed:
+    tensors = ((names.own_name(name), tensor) for name, tensor in read_directory(config.path))
+    own = {name: tensor for name, tensor in tensors if name in names.borrowed}
+    if names.lender is None or not own:
         return
     theirs = dict(read_directory(names.lender))
-    for stored, tensor in read_directory(config.path):
-        name = names.own_name(stored)
-        found = [theirs[other] for other in names.borrowed.get(name, ()) if other in theirs]
+    for name, tensor in own.items():
+        found = [theirs[other] for other in names.borrowed[name] if other in theirs]
         if found and have_equal_values(tensor, found[0], dtype):
             model.borrow(name)
 
