@@ -247,6 +247,12 @@ CASES = (
         nests=True,
     ),
     HeadCase("2 layers", EAGLE3, add=upper_layer(1)),
+    HeadCase(
+        "2 layers, SGLang's norm of the second",
+        EAGLE3,
+        add=upper_layer(1),
+        rename=lambda name: name.replace("1.input_layernorm", "1.hidden_norm"),
+    ),
     HeadCase("3 layers of EAGLE", EAGLE, add=upper_layer(1) | upper_layer(2)),
     HeadCase(
         "a target of another width",

@@ -122,6 +122,7 @@ def load_head_config(
     flat = _flat(folder, entries)
     config = parse_model_config(folder, {**flat, "architectures": [architecture]})
     stored = {renamed(name, RENAMED[architecture]): name for name in shapes}
+    facts = _facts(config, layout, frozenset(stored))
     taps = None
     if architecture == EAGLE3:
         taps = read_taps(config, entries, target.num_layers)
@@ -133,7 +134,6 @@ def load_head_config(
                 f"draft_vocab_size says that the head has tokens of its own; remove {TOKEN_MAP}"
             )
         hot_token_ids = read_token_map(Path(token_map), target.vocab_size)
-    facts = _facts(config, layout, frozenset(stored))
     head = DraftHeadConfig(
         **{**vars(config), **facts},
         layout=layout,

@@ -3,6 +3,7 @@ or is refused by name; ids of layers in either convention are told apart."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,16 @@ def test_a_nested_config_without_norm_before_residual_is_refused_with_both_readi
 def test_layers_with_a_gap_are_refused(tmp_path: Path, target: ModelConfig) -> None:
     folder = write_eagle3(tmp_path, layer="layers.1.")
     assert "the files have layers [1], not all from 0 on" in refusal(folder, target)
+
+
+def test_an_upper_layer_with_both_norms_is_refused(
+    targets: dict[int, Path], tmp_path: Path
+) -> None:
+    more = {"layers.1.hidden_norm.weight": (torch.float32, [64])}
+    [two] = [case for case in CASES if case.layout == "2 layers"]
+    folder = replace(two, add={**two.add, **more}).write(tmp_path / "head")
+    with pytest.raises(ModelPathError, match=r"layers\.1\.\w+\.weight' twice"):
+        make_pair(targets[64], folder, EAGLE3)
 
 
 # --- ids of layers -------------------------------------------------------------------------------

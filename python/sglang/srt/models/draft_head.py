@@ -71,7 +71,7 @@ class DraftHead(Model):
         if config.hot_token_ids:
             self.hot_head = Linear(size, len(config.hot_token_ids), bias=False)
         self.checkpoint_names = CheckpointNames(
-            prefixes=RENAMED[config.architecture],
+            prefixes=(*RENAMED[config.architecture], *_upper_norms(config.num_layers)),
             ignored=frozenset({TARGET_TO_DRAFT}),
             computed=frozenset() if self.hot_head is None else frozenset({HOT_HEAD}),
             borrowed=OF_TARGET,
@@ -174,6 +174,12 @@ def layer_spec(config: DraftHeadConfig) -> DecoderSpec:
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
     )
+
+
+def _upper_norms(num_layers: int) -> tuple[tuple[str, str], ...]:
+    """Returns SGLang's names of the first norm of layers above the first one, each with ours."""
+    upper = (f"layers.{layer}." for layer in range(1, num_layers))
+    return tuple((f"{layer}hidden_norm.", f"{layer}input_layernorm.") for layer in upper)
 
 
 def hidden_of(batch: ForwardBatch, widths: tuple[int, ...]) -> torch.Tensor:
