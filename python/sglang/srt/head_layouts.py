@@ -86,8 +86,8 @@ USED_ENTRIES = frozenset(
     "architectures attention_bias bias draft_vocab_size fc_norm head_dim hidden_act hidden_size"
     f" intermediate_size layer_types {LAYER_IDS} max_position_embeddings mlp_bias model_type"
     " norm_before_fc norm_before_residual norm_output num_attention_heads num_aux_hidden_states"
-    " num_hidden_layers num_key_value_heads quantization_config rms_norm_eps rope_parameters"
-    f" rope_scaling rope_theta {SPECULATORS} target_hidden_size use_aux_hidden_state use_aux_norm"
+    " num_hidden_layers num_key_value_heads original_max_position_embeddings quantization_config"
+    f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size use_aux_hidden_state use_aux_norm"
     " use_sliding_window vocab_size".split()
 )
 
@@ -99,11 +99,11 @@ def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout 
         entries: of config.json.
         tensors: by name; empty where there is no file yet.
     """
+    if entries.get(SPECULATORS) is not None:
+        return SPECULATORS_TYPES.get(str(entries[SPECULATORS]))
     for name, layout in MARKS.items():
         if entries.get(name) is not None or name in tensors:
             return layout
-    if entries.get(SPECULATORS) is not None:
-        return SPECULATORS_TYPES.get(str(entries[SPECULATORS]))
     name = architecture_of(entries)
     return NEXTN if any(mark in name for mark in MTP_NAMES) else ARCHITECTURES.get(name)
 

@@ -65,7 +65,7 @@ BLOCK = {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_la
         ({"speculators_model_type": "peagle"}, "P-EAGLE"),
         ({"architectures": [EAGLE3], **PARALLEL}, "P-EAGLE"),
         ({**BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]}}, "DFlash"),
-        ({"speculators_model_type": "dflash"}, "DFlash"),
+        ({"speculators_model_type": "dflash", "mask_token_id": 7}, "DFlash"),
         ({"speculators_model_type": "dflash2"}, "DFlash"),
         ({"speculators_model_type": "dspark"}, "DSpark"),
         ({"speculators_model_type": "mtp"}, "NEXTN"),
