@@ -87,8 +87,8 @@ USED_ENTRIES = frozenset(
     f" intermediate_size layer_types {LAYER_IDS} max_position_embeddings mlp_bias model_type"
     " norm_before_fc norm_before_residual norm_output num_attention_heads num_aux_hidden_states"
     " num_hidden_layers num_key_value_heads original_max_position_embeddings quantization_config"
-    f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size use_aux_hidden_state use_aux_norm"
-    " use_sliding_window vocab_size".split()
+    f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size"
+    " use_aux_hidden_state use_aux_norm use_sliding_window vocab_size".split()
 )
 
 
