@@ -149,7 +149,7 @@ class SchedulerStats:
         for row, num_accepted, count, is_over in zip(
             rows, accept_lens, counts, had_ended or [False] * len(rows), strict=True
         ):
-            sits_out = row.emits and not num_accepted
+            sits_out = not num_accepted and row.emits
             self.num_sat_out += sits_out
             if is_over or sits_out or not row.is_decode or row.req.width.decode_rows == 1:
                 continue

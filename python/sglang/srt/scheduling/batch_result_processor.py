@@ -66,21 +66,22 @@ class BatchResultProcessor:
         request_steps: list[RequestStep] = []
         read_prompts: list[Req] = []
         for index, row in enumerate(step.rows):
-            row.req.num_inflight_emits -= row.emits
+            req, emits = row.req, row.emits
+            req.num_inflight_emits -= emits
             accepted = result.next_token_ids[index][: result.accept_lens[index]]
-            scores = reader.take_prompt_logprobs(row.req, row.num_scored)
+            scores = reader.take_prompt_logprobs(req, len(row.scored))
             hidden = reader.take_hidden_states(row, result.kept_lens[index])
-            logprobs = reader.take_output_logprobs(row.req, accepted) if row.emits else []
-            if row.req.finish_reason is None:
-                row.req.input_logprob_news += scores
-                row.req.add_hidden(hidden)
+            logprobs = reader.take_output_logprobs(req, accepted) if emits else []
+            if req.finish_reason is None:
+                req.input_logprob_news += scores
+                req.add_hidden(hidden)
                 num_kept = result.kept_lens[index]
                 if result.num_drafts and result.num_drafts[index]:
                     num_confirmed = result.accept_lens[index] - 1
-                    row.req.count_drafts(result.num_drafts[index], num_confirmed)
+                    req.count_drafts(result.num_drafts[index], num_confirmed)
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
                 if row.ends_prompt and accepted:
-                    read_prompts.append(row.req)
+                    read_prompts.append(req)
                 if self._on_step_read is not None:
                     request_steps.append(_request_step(index, row, num_emitted, num_kept))
         if self._on_step_read is not None:
@@ -121,7 +122,7 @@ class BatchResultProcessor:
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
-        if not (row.emits and accepted):
+        if not accepted:
             return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sglang.srt.constrained.grammar_sessions import GrammarSession
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
@@ -12,10 +12,11 @@ from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import GenerationBatchResult
+from sglang.srt.step.worker import BatchRequest, GenerationBatchResult
 from sglang.srt.tokenizer import StopFinder
 
 HiddenStates = Literal["none", "all", "last"]
+NO_ROWS = range(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,27 +174,35 @@ class Req:
         return self.input_ids + self.output_ids if self.output_ids else self.input_ids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchedRow:
+class LaunchedRow(NamedTuple):
     """A request's part in a launched step.
 
     Attributes:
+        batch_request: its numbers, which the worker gets.
         max_kept: the increase of `committed_bound` at launch.
-        ends_prompt: the step feeds the last prompt token.
-        num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it. In a
-            decode step only hidden states of kept rows count.
+        scored, hidden: offsets of its rows of which the step returns prompt logprobs and hidden
+            states. In a decode step only hidden states of kept rows count.
     """
 
     req: Req
+    batch_request: BatchRequest
     max_kept: int
-    emits: bool
-    ends_prompt: bool
-    num_scored: int = 0
-    num_hidden: int = 0
+    scored: range = NO_ROWS
+    hidden: range = NO_ROWS
+
+    @property
+    def emits(self) -> bool:
+        """Tells whether the step accepts tokens of it."""
+        return self.batch_request.emits
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Tells whether the step feeds its last prompt token."""
+        return self.batch_request.num_prompt_tokens > 0 and self.batch_request.emits
 
     @property
     def is_decode(self) -> bool:
-        return self.emits and not self.ends_prompt
+        return self.batch_request.num_prompt_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
