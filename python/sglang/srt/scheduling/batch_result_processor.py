@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.requests import (
@@ -163,7 +164,7 @@ class BatchResultProcessor:
                 output_logprobs=req.output_logprob_news,
                 hidden_states=req.hidden_news,
                 step_lens=req.step_len_news,
-                weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
+                weight_spans={} if req.spans_were_sent else deepcopy(req.weight_spans),
                 num_proposed_drafts=req.num_proposed_drafts,
                 accept_histogram=list(req.accept_histogram),
                 queue_time_s=None if req.was_reported else req.queue_time_s,

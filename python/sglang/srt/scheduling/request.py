@@ -40,8 +40,8 @@ class Req:
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_proposed_drafts, accept_histogram: see `ReqOutput`.
         num_sent, was_reported: output tokens sent to the client; whether anything was sent.
-        weight_spans: labels of the weights that generated the output, each with the index of its
-            first token.
+        weight_spans: of each model the labels of the weights that generated the output, each with
+            the index of its first token.
         spans_were_sent: whether the client has got `weight_spans`.
         grammar: the grammar of its output; None: any output.
         must_finish: a drain or a weight update waits for its end, so it may start again even if no
@@ -88,7 +88,7 @@ class Req:
     queue_time_s: float | None = None
     was_admitted: bool = False
     row_is_new: bool = False
-    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    weight_spans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     spans_were_sent: bool = False
     grammar: GrammarSession | None = None
     must_finish: bool = False
@@ -136,13 +136,13 @@ class Req:
             limit = min(limit, self.num_hidden)
         return limit
 
-    def begin_weight_span(self, weight_version: str) -> None:
-        """Notes that the output comes from these weights, from its next token on."""
-        start = len(self.output_ids)
-        if self.weight_spans and self.weight_spans[-1][1] == start:
-            self.weight_spans.pop()
-        if not self.weight_spans or self.weight_spans[-1][0] != weight_version:
-            self.weight_spans.append((weight_version, start))
+    def begin_weight_span(self, weight_version: str, model: str) -> None:
+        """Notes that the output comes from these weights of a model, from its next token on."""
+        start, spans = len(self.output_ids), self.weight_spans.setdefault(model, [])
+        if spans and spans[-1][1] == start:
+            spans.pop()
+        if not spans or spans[-1][0] != weight_version:
+            spans.append((weight_version, start))
         self.spans_were_sent = False
 
     def count_drafts(self, num_drafts: int, num_confirmed: int) -> None:
