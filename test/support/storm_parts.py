@@ -26,7 +26,8 @@ from eagle_models import (
 from jumping_tier import JUMPING, RESTING
 from ngram_serving import ngram_config
 from sglang.srt.draft_model_config import load_draft_config
-from sglang.srt.head_config import LAYER_IDS, load_head_config
+from sglang.srt.head_config import load_head_config
+from sglang.srt.head_layouts import LAYER_IDS
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.model_config import load_model_config
@@ -177,9 +178,7 @@ class DraftedModels(Checkpoints):
         tree = aside.choice(shapes)
         policy = "fixed" if tree else aside.choice(["fixed", JUMPING, RESTING])
         rounds = RoundOptions(num_steps, policy, tree=tree)
-        return DrafterConfig(
-            "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
-        )
+        return DrafterConfig("eagle", EagleConfig(head, rounds, (MASK,)))
 
 
 def tiny_weights(seed: int, config: dict[str, Any] = TINY) -> Weights:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from drafter_checks import drafter_harness
 from oracle import Reference, assert_equal_up_to_near_ties, code_snippets
 from sglang.srt.environ import Environ
-from sglang.srt.head_config import EAGLE, EAGLE3, LAYER_IDS
+from sglang.srt.head_layouts import EAGLE, EAGLE3, LAYER_IDS
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config, resolve_model_path
 from sglang.srt.processes.round_flags import Asked

@@ -323,10 +323,16 @@ _REFUSED = (
         "enable_lora lora_paths",
     ),
     Entry(
-        _DRAFTERS,
+        f"no model here has layers of its own that draft (MTP); {_DRAFTERS}",
         "speculative_algorithm",
-        ("NEXTN", "MTP", "FROZEN_KV_MTP", "DFLASH", "DSPARK", "PHOENIX", "UNO"),
+        ("NEXTN", "MTP", "FROZEN_KV_MTP"),
     ),
+    Entry(
+        f"no drafter here drafts blocks from mask states; {_DRAFTERS}",
+        "speculative_algorithm",
+        ("DFLASH", "DSPARK"),
+    ),
+    Entry(_DRAFTERS, "speculative_algorithm", ("PHOENIX", "UNO")),
     Entry(
         "use --speculative-algorithm EAGLE3 or EAGLE, whose head drafts all steps",
         "enable_multi_layer_eagle",

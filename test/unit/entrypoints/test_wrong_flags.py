@@ -29,8 +29,8 @@ WRONG = {
     "--speculative-algorithm EAGLE3": "needs --speculative-draft-model-path",
     "--speculative-algorithm STANDALONE": "needs --speculative-draft-model-path",
     "--speculative-algorithm EAGLE3 --speculative-draft-model-path nowhere": "nowhere",
-    "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use the"
-    " --speculative-algorithm that it was trained for",
+    "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use"
+    " --speculative-algorithm EAGLE3.",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path demo-eagle": "use"
     " --speculative-algorithm EAGLE or EAGLE3",
     "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3 or"

@@ -223,6 +223,7 @@ def _info(
                 {
                     "path": model.folder,
                     "architecture": model.architecture,
+                    "remark": model.remark,
                     "num_parameters": drafting.num_parameters,
                 }
                 for model, drafting in zip(draft_models, runners.runners[1:], strict=True)
