@@ -28,6 +28,7 @@ from sglang.srt.processes.flag_checks import (
     no_gpu,
     num_threads_of,
 )
+from sglang.srt.processes.hidden_flags import returned_layers
 from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
@@ -125,6 +126,9 @@ def resolve(
     )
     drafter = _drafter(args, model, environ, execution)
     config = config if drafter is None else with_drafter(config, drafter)
+    capture = config.execution.capture
+    capture = replace(capture, returned=returned_layers(args, model, capture.layers))
+    config = replace(config, execution=replace(config.execution, capture=capture))
     if device == "cpu":
         check_tables(args.max_running_requests, config.execution.row_width, available_bytes)
     return config
@@ -156,7 +160,7 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         # MIXED graphs would serve steps of several rows too.
         max_graph_width=needs.max_rows if captures and not needs.bypasses_graphs else int(captures),
         max_graph_rows=0 if needs.bypasses_graphs else execution.max_graph_rows,
-        capture=needs.capture,
+        capture=replace(needs.capture, returned=execution.capture.returned),
         captures_trees=needs.has_trees,
     )
     # Of other trees the steps say it.

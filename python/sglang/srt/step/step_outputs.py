@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_prompt_logprobs
 from sglang.srt.step.forward_inputs import row_indices
 from sglang.srt.step.step_ops import (
@@ -29,28 +30,50 @@ def hidden_of_reads(hidden: torch.Tensor, inputs: ForwardBatch, reads: ReadRows)
     return hidden[reads.index]
 
 
+def taps_of_drafter(taps: torch.Tensor | None, capture: HiddenCapture) -> torch.Tensor | None:
+    """Returns [T, len(capture.layers) * D] of taps [T, len(capture.taps) * D]; None if the drafter
+    reads none."""
+    if taps is None or not capture.layers:
+        return None
+    return taps[:, : taps.shape[1] // len(capture.taps) * len(capture.layers)].contiguous()
+
+
 def hidden_states(
     batch: ScheduleBatch,
     inputs: ForwardBatch,
     layout: RowLayout,
     accepted: AcceptedTokens,
-    hidden: torch.Tensor,
+    output: ModelOutput,
+    capture: HiddenCapture,
 ) -> torch.Tensor | None:
-    """Picks the rows `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None if there
-    are none. In a tree the rows of the accepted path count as its first ones."""
-    refs, lookahead = batch.hidden_rows, layout.lookahead
-    if not refs:
+    """Picks the rows `batch.hidden_rows` out of the T of a step: [H, len(capture.returned) + 1, D],
+    those layers' inputs and the last hidden state, in the model's type; None if there are none."""
+    if not batch.hidden_rows:
         return None
+    hidden, taps = output.hidden, output.taps
+    index = _hidden_index(batch, inputs, layout, accepted)
+    if taps is None or not capture.returned:
+        return hidden[index][:, None]
+    layers = taps.view(len(taps), -1, hidden.shape[1])
+    return torch.stack([*(layers[:, at][index] for at in capture.places), hidden[index]], dim=1)
+
+
+def _hidden_index(
+    batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout, accepted: AcceptedTokens
+) -> torch.Tensor:
+    """Finds the rows `batch.hidden_rows` among the T of a step: [H] int64. In a tree the rows of
+    the accepted path count as its first ones."""
+    refs, lookahead, device = batch.hidden_rows, layout.lookahead, inputs.rows.device
     if lookahead is None or (lookahead.parents is None and inputs.q_starts is None):
-        return hidden[row_indices(refs, inputs.q_lens, hidden.device)]
-    request, offset = to_device(refs, hidden.device, torch.int64).T
+        return row_indices(refs, inputs.q_lens, device)
+    request, offset = to_device(refs, device, torch.int64).T
     if lookahead.parents is not None and accepted.path is not None:
         kept = offset.clamp(max=accepted.path.shape[1] - 1)
         is_node = layout.per_request[NUM_PROMPT][request] == 0
         offset = torch.where(is_node, accepted.path[request, kept].clamp(min=0), offset)
     starts = lookahead.q_starts
     last = (starts[request + 1] - starts[request] - 1).clamp(min=0)
-    return hidden[starts[request] + torch.minimum(offset, last)]
+    return starts[request] + torch.minimum(offset, last)
 
 
 def prompt_logprobs(

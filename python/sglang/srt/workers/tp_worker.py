@@ -16,7 +16,7 @@ import torch
 
 from sgl_kernel import ConfirmedDrafts, SamplingRows
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
@@ -44,6 +44,7 @@ from sglang.srt.step.step_outputs import (
     hidden_of_reads,
     hidden_states,
     prompt_logprobs,
+    taps_of_drafter,
 )
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
@@ -54,12 +55,14 @@ class _Drawing(NamedTuple):
     """Holds how the tokens of S rows were chosen, and what of them is given.
 
     Attributes:
+        output: what the target gave, all of `HiddenCapture.taps` too.
         given: what requests get; less than was accepted where `shortened` says so.
         logits: [S, V]; after penalties and biases.
         sampling: None where all rows are greedy.
         drawn: None where log-probabilities are not wanted.
     """
 
+    output: ModelOutput
     given: AcceptedTokens
     shortened: ShortenedRows | None
     logits: torch.Tensor
@@ -90,6 +93,7 @@ class TpModelWorker:
         confirm: Confirm | None = None,
     ) -> None:
         self._runner = runner
+        self._capture = runner.config.capture
         self._table = runner.req_to_token_pool
         self._state = state
         self._planner, self._drafter = planned or PlannedDrafter()
@@ -172,7 +176,7 @@ class TpModelWorker:
             drawing.given,
             self._emitted_logprobs(step, drawing),
             self._prompt_logprobs(batch, layout, inputs, step.forward),
-            hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
+            hidden_states(batch, inputs, layout, step.accepted, drawing.output, self._capture),
         )
         output = self._drafter.extend(step)
         self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
@@ -206,6 +210,8 @@ class TpModelWorker:
         if batch.constraint is not None:
             question = ConstraintQuestion(batch.constraint, layout)
         forward = self._runner.forward(inputs)
+        output = ModelOutput(forward.hidden, forward.taps)
+        forward = replace(forward, taps=taps_of_drafter(forward.taps, self._capture))
         reads, shortened = layout.reads, None
         logits = self._logits(batch, inputs, layout, forward.hidden)
         if question is not None:
@@ -223,7 +229,7 @@ class TpModelWorker:
         if batch.adjusts_logits:
             self._record(inputs.rows, layout, chosen.targets, given)
         step = ComputedStep(batch, plan, self._state, inputs, forward, chosen, accepted)
-        return step, _Drawing(given, shortened, logits, sampling, drawn)
+        return step, _Drawing(output, given, shortened, logits, sampling, drawn)
 
     def _logits(
         self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout, hidden: torch.Tensor
