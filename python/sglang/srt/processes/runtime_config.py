@@ -126,12 +126,17 @@ def resolve(
     )
     drafter = _drafter(args, model, environ, execution)
     config = config if drafter is None else with_drafter(config, drafter)
-    capture = config.execution.capture
-    capture = replace(capture, returned=returned_layers(args, model, capture.layers))
-    config = replace(config, execution=replace(config.execution, capture=capture))
     if device == "cpu":
         check_tables(args.max_running_requests, config.execution.row_width, available_bytes)
-    return config
+    return _with_hidden_files(config, args)
+
+
+def _with_hidden_files(config: RuntimeConfig, args: ServerArgs) -> RuntimeConfig:
+    """The same with the layers that go to files; there is the drafter already."""
+    execution = config.execution
+    returned = returned_layers(args, config.model, execution.capture.layers)
+    capture = replace(execution.capture, returned=returned)
+    return replace(config, execution=replace(execution, capture=capture))
 
 
 def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
@@ -160,7 +165,7 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         # MIXED graphs would serve steps of several rows too.
         max_graph_width=needs.max_rows if captures and not needs.bypasses_graphs else int(captures),
         max_graph_rows=0 if needs.bypasses_graphs else execution.max_graph_rows,
-        capture=replace(needs.capture, returned=execution.capture.returned),
+        capture=needs.capture,
         captures_trees=needs.has_trees,
     )
     # Of other trees the steps say it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -38,20 +39,29 @@ def taps_of_drafter(taps: torch.Tensor | None, capture: HiddenCapture) -> torch.
     return taps[:, : taps.shape[1] // len(capture.taps) * len(capture.layers)].contiguous()
 
 
+class RunRows(NamedTuple):
+    """The rows of a step whose tokens are accepted.
+
+    Attributes:
+        output: what the target gave of all T rows; None where nobody may ask for it.
+    """
+
+    inputs: ForwardBatch
+    layout: RowLayout
+    accepted: AcceptedTokens
+    output: ModelOutput | None
+
+
 def hidden_states(
-    batch: ScheduleBatch,
-    inputs: ForwardBatch,
-    layout: RowLayout,
-    accepted: AcceptedTokens,
-    output: ModelOutput,
-    capture: HiddenCapture,
+    batch: ScheduleBatch, run: RunRows, capture: HiddenCapture
 ) -> torch.Tensor | None:
     """Picks the rows `batch.hidden_rows` out of the T of a step: [H, len(capture.returned) + 1, D],
     those layers' inputs and the last hidden state, in the model's type; None if there are none."""
     if not batch.hidden_rows:
         return None
-    hidden, taps = output.hidden, output.taps
-    index = _hidden_index(batch, inputs, layout, accepted)
+    assert run.output is not None, "The step was to give hidden states."
+    hidden, taps = run.output
+    index = _hidden_index(batch, run.inputs, run.layout, run.accepted)
     if taps is None or not capture.returned:
         return hidden[index][:, None]
     layers = taps.view(len(taps), -1, hidden.shape[1])

@@ -40,6 +40,7 @@ from sglang.srt.step.step_ops import (
     RowLayout,
 )
 from sglang.srt.step.step_outputs import (
+    RunRows,
     emitted_queries,
     hidden_of_reads,
     hidden_states,
@@ -151,7 +152,8 @@ class TpModelWorker:
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
             return self._run_pieces(batch, record)
-        result = _result(batch, record, verified.accepted)
+        hidden = hidden_states(batch, verified.run, self._capture)
+        result = _result(batch, record, verified.run.accepted, hidden=hidden)
         self._propose(verified.extended)
         return result
 
@@ -176,7 +178,9 @@ class TpModelWorker:
             drawing.given,
             self._emitted_logprobs(step, drawing),
             self._prompt_logprobs(batch, layout, inputs, step.forward),
-            hidden_states(batch, inputs, layout, step.accepted, drawing.output, self._capture),
+            hidden_states(
+                batch, RunRows(inputs, layout, step.accepted, drawing.output), self._capture
+            ),
         )
         output = self._drafter.extend(step)
         self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
@@ -193,14 +197,15 @@ class TpModelWorker:
 
     def _run_step(
         self, batch: ScheduleBatch, plan: StepPlan, per_request: torch.Tensor
-    ) -> tuple[AcceptedTokens, torch.Tensor | None]:
+    ) -> tuple[RunRows, torch.Tensor | None]:
         """A step of `RoundGraphs` up to the proposal; per_request: see `RowLayout`."""
         layout = self._runner.step_ops.lay_out_rows(
             per_request, plan.counts, self._state, self._table, plan.lookahead_token
         )
         inputs = forward_batch_of(batch, plan.counts, layout)
-        step, _ = self._accept(batch, plan, inputs, layout)
-        return step.accepted, self._drafter.extend(step)
+        step, drawing = self._accept(batch, plan, inputs, layout)
+        run = RunRows(inputs, layout, step.accepted, drawing.output)
+        return run, self._drafter.extend(step)
 
     def _accept(
         self, batch: ScheduleBatch, plan: StepPlan, inputs: ForwardBatch, layout: RowLayout
