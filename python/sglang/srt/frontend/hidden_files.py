@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class HiddenFiles:
     def __init__(self, parent: Path, max_bytes: int, layers: Sequence[int], row_bytes: int) -> None:
         made = tempfile.mkdtemp(prefix="sglang-hidden-states-", dir=parent.resolve())  # mode 0700
         self.folder = Path(made)
+        self._remove_all = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         self._max_bytes = max_bytes
         self._layers = list(layers)
         self._row_bytes = row_bytes
@@ -77,8 +79,8 @@ class HiddenFiles:
             self._forget(req_id)
 
     def close(self) -> None:
-        """Removes the folder with all that is left in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Removes the folder with all that is left in it, as the end of the process does."""
+        self._remove_all()
 
     def _path(self, req_id: int) -> Path:
         return self.folder / f"{req_id}.safetensors"

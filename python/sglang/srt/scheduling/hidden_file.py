@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import BinaryIO
@@ -32,9 +33,10 @@ class HiddenFile:
 
     def __init__(self, options: HiddenFileOptions) -> None:
         self._options = options
-        self._parts: list[bytes] = []
-        self._num_waiting = self._num_written = 0  # bytes
-        self._row: torch.Tensor | None = None  # the last one
+        self._waiting = bytearray()
+        self._num_written = 0  # bytes
+        self._shape: tuple[int, ...] = ()  # of a row
+        self._dtype = torch.float32
         self.problem: str | None = None
 
     @classmethod
@@ -46,47 +48,50 @@ class HiddenFile:
         """Adds rows [n, layers, hidden_size], which may be overwritten afterwards."""
         if len(states) == 0 or self.problem is not None:
             return
-        self._row = states[-1]
-        part = states.contiguous().view(torch.uint8).numpy().tobytes()
-        self._parts.append(part)
-        self._num_waiting += len(part)
-        if self._num_waiting >= FLUSH_BYTES:
-            self._write()
+        self._shape, self._dtype = tuple(states.shape[1:]), states.dtype
+        part = memoryview(states.contiguous().view(torch.uint8).flatten().numpy())
+        if len(part) < FLUSH_BYTES:
+            self._waiting += part
+        if len(self._waiting) >= FLUSH_BYTES or len(part) >= FLUSH_BYTES:
+            self._write(self._waiting)
+            self._waiting = bytearray()
+        if len(part) >= FLUSH_BYTES:  # of a prompt: not worth a copy
+            self._write(part)
 
     def finish(self, num_rows: int) -> FinishReason | None:
         """Completes the file with its first `num_rows` rows; returns why the request ends with an
         error instead, if it does."""
-        self._write()
-        if self.problem is None and self._row is not None:
-            self._try(lambda: self._complete(num_rows))
+        self._write(self._waiting)
+        self._try(lambda: self._complete(num_rows))
         if self.problem is None:
             return None
         return FinishReason(
             type="abort", message=self.problem, status_code=500, err_type="InternalServerError"
         )
 
-    def _write(self) -> None:
-        """Writes the rows that wait."""
-        if self._parts and self.problem is None:
-            self._try(self._append)
-        self._parts, self._num_waiting = [], 0
+    def _write(self, rows: bytearray | memoryview) -> None:
+        if rows:
+            self._try(lambda: self._append(rows))
 
-    def _append(self) -> None:
+    def _append(self, rows: bytearray | memoryview) -> None:
         is_first = self._num_written == 0
         kind = os.O_CREAT | os.O_EXCL if is_first else 0
         with self._open(os.O_WRONLY | os.O_APPEND | kind) as file:
             if is_first:
                 file.write(bytes(HEADER_BYTES))
-            file.write(b"".join(self._parts))
-        self._num_written += self._num_waiting
+            file.write(rows)
+        self._num_written += len(rows)
 
     def _complete(self, num_rows: int) -> None:
-        assert self._row is not None, "There are rows."
-        shape, size = [num_rows, *self._row.shape], num_rows * self._row.nbytes
+        size = num_rows * math.prod(self._shape) * self._dtype.itemsize
         layers = ",".join(map(str, self._options.layers))
         header = {
             "__metadata__": {"layers": layers},
-            TENSOR: {"dtype": TYPES[self._row.dtype], "shape": shape, "data_offsets": [0, size]},
+            TENSOR: {
+                "dtype": TYPES[self._dtype],
+                "shape": [num_rows, *self._shape],
+                "data_offsets": [0, size],
+            },
         }
         text_bytes = HEADER_BYTES - 8
         text = json.dumps(header).encode().ljust(text_bytes)
@@ -102,6 +107,9 @@ class HiddenFile:
         return os.fdopen(os.open(self._options.path, flags, 0o600), "wb")
 
     def _try(self, write: Callable[[], None]) -> None:
+        """Writes, unless that has failed before."""
+        if self.problem is not None:
+            return
         try:
             write()
         except OSError as error:

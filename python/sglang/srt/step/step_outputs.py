@@ -65,7 +65,10 @@ def hidden_states(
     if taps is None or not capture.returned:
         return hidden[index][:, None]
     layers = taps.view(len(taps), -1, hidden.shape[1])
-    return torch.stack([*(layers[:, at][index] for at in capture.places), hidden[index]], dim=1)
+    states = hidden.new_empty(len(index), len(capture.returned) + 1, hidden.shape[1])
+    for place, each in enumerate([*(layers[:, at] for at in capture.places), hidden]):
+        states[:, place] = each[index]
+    return states
 
 
 def _hidden_index(
