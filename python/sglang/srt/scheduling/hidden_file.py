@@ -49,7 +49,7 @@ class HiddenFile:
         if len(states) == 0 or self.problem is not None:
             return
         self._shape, self._dtype = tuple(states.shape[1:]), states.dtype
-        part = memoryview(states.contiguous().view(torch.uint8).flatten().numpy())
+        part = states.contiguous().view(torch.uint8).flatten().numpy().data
         if len(part) < FLUSH_BYTES:
             self._waiting += part
         if len(self._waiting) >= FLUSH_BYTES or len(part) >= FLUSH_BYTES:
