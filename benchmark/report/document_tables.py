@@ -27,7 +27,7 @@ nats/token are those of the text under one token per step (plain greedy text: {g
 |---|---|---|---|---|
 {rows}
 
-Behind real text the model confirms what mask 1..7 says, given its own tokens before it, in
+After real text, the model confirms what mask 1..7 says, given its own tokens before it, in
 {accepted} of the cases.
 Training raised its loss with one token per step from {loss["before"]:.3f} to {loss["after"]:.3f}
 nats/token ({loss["after"] / loss["before"] - 1:+.1%}). {result["device"]},

@@ -7,7 +7,6 @@ import dataclasses
 
 import torch
 
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
@@ -28,20 +27,17 @@ class DoubleStepWorker:
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         decodes = [i for i, count in enumerate(batch.num_prompt_tokens) if count == 0]
-        plain = [1 if i in set(decodes) else q for i, q in enumerate(batch.max_q_lens)]
-        first = self._worker.forward_batch_generation(dataclasses.replace(batch, max_q_lens=plain))
+        plain = [
+            request if request.num_prompt_tokens else request._replace(max_q_len=1)
+            for request in batch.requests
+        ]
+        first = self._worker.forward_batch_generation(dataclasses.replace(batch, requests=plain))
         tokens = torch.cat((first.next_token_ids, torch.zeros_like(first.next_token_ids)), dim=1)
         accept, kept = first.accept_lens.clone(), first.kept_lens.clone()
         if decodes:
             second = self._worker.forward_batch_generation(
                 ScheduleBatch(
-                    rows=[batch.rows[i] for i in decodes],
-                    max_q_lens=[1] * len(decodes),
-                    num_prompt_tokens=[0] * len(decodes),
-                    emits=[True] * len(decodes),
-                    kv_lens_before=[1 + batch.kv_lens_before[i] for i in decodes],
-                    new_rows=[],
-                    table_writes=PageTableWrites(),
+                    [plain[i]._replace(kv_len_before=1 + plain[i].kv_len_before) for i in decodes],
                     all_greedy=batch.all_greedy,
                     adjusts_logits=batch.adjusts_logits,
                 )

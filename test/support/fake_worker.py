@@ -100,13 +100,13 @@ class FakeWorker:
         assert len(set(batch.rows)) == len(batch.rows)
         self.max_rows_in_batch = max(self.max_rows_in_batch, len(batch.rows))
         accepted, kept = [], []
-        for i, row_index in enumerate(batch.rows):
-            row, num_prompt = self._rows[row_index], batch.num_prompt_tokens[i]
+        for request in batch.requests:
+            row, num_prompt = self._rows[request.row], request.num_prompt_tokens
             prompt_tokens = row.tokens[row.committed : row.committed + num_prompt]
             assert len(prompt_tokens) == num_prompt, "More than the prompt has."
-            assert row.committed <= batch.kv_lens_before[i]
+            assert row.committed <= request.kv_len_before
             tokens, num_kept = self._step(
-                row_index, row, prompt_tokens, batch.max_q_lens[i], batch.emits[i]
+                request.row, row, prompt_tokens, request.max_q_len, request.emits
             )
             row.committed += num_kept
             accepted.append(tokens)

@@ -24,7 +24,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, NewRow, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import CONTEXT_LEN, VOCAB_SIZE
 
@@ -97,7 +97,7 @@ class Feeder:
 
     def feed(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """One step; returns the logits of each request's last row, as the sampler gets them."""
-        new_rows, rows, fed = [], [], []
+        new_rows, requests = [], []
         for name, tokens in chunks.items():
             if name not in self.requests:
                 kv = self.requests[name] = self.ledger.admit((), [0])
@@ -107,17 +107,12 @@ class Feeder:
             self._sequences[name] += tokens
             known = as_array(self._sequences[name])
             new_rows.append(NewRow(kv.row, self.fed[name], known, GREEDY, 0))
-            fed.append(self.fed[name])
-            self.fed[name] += len(tokens)
+            count = len(tokens)
+            requests.append(BatchRequest(kv.row, count, count, kv_len_before=self.fed[name]))
+            self.fed[name] += count
             assert self.ledger.reserve(kv, self.fed[name])
-            rows.append(kv.row)
-        q_lens = [len(tokens) for tokens in chunks.values()]
         batch = ScheduleBatch(
-            rows=rows,
-            max_q_lens=q_lens,
-            num_prompt_tokens=q_lens,
-            emits=[True] * len(rows),
-            kv_lens_before=fed,
+            requests,
             new_rows=new_rows,
             table_writes=self.ledger.take_table_writes(),
             all_greedy=True,
@@ -160,18 +155,17 @@ class Decoding:
         while min(map(len, outputs)) < num_tokens:
             chunks = [prompt[fed : fed + chunk] for prompt, fed in zip(prompts, lens, strict=True)]
             q_lens = [len(tokens) or 1 for tokens in chunks]
-            before = lens
+            columns = kvs, q_lens, map(len, chunks), prompts, lens
+            requests = [
+                BatchRequest(kv.row, q_len, num_prompt, fed + q_len >= len(prompt), fed)
+                for kv, q_len, num_prompt, prompt, fed in zip(*columns, strict=True)
+            ]
             lens = [length + q_len for length, q_len in zip(lens, q_lens, strict=True)]
             for kv, length in zip(kvs, lens, strict=True):
                 assert self.ledger.reserve(kv, length)
-            emits = [fed >= len(prompt) for prompt, fed in zip(prompts, lens, strict=True)]
             result = self.worker.forward_batch_generation(
                 ScheduleBatch(
-                    rows=[kv.row for kv in kvs],
-                    max_q_lens=q_lens,
-                    num_prompt_tokens=[len(tokens) for tokens in chunks],
-                    emits=emits,
-                    kv_lens_before=before,
+                    requests,
                     new_rows=new,
                     table_writes=self.ledger.take_table_writes(),
                     all_greedy=True,
@@ -179,9 +173,11 @@ class Decoding:
             ).read()
             new = []
             assert result.kept_lens == q_lens
-            assert result.accept_lens == [int(flag) for flag in emits]
-            for output, flag, tokens in zip(outputs, emits, result.next_token_ids, strict=True):
-                output += tokens if flag else []
+            assert result.accept_lens == [int(request.emits) for request in requests]
+            for output, count, tokens in zip(
+                outputs, result.accept_lens, result.next_token_ids, strict=True
+            ):
+                output += tokens[:count]
         for kv, prompt, output in zip(kvs, prompts, outputs, strict=True):
             self.ledger.publish(kv, prompt)
             self.ledger.release(kv, prompt + output[:-1])

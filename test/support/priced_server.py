@@ -58,9 +58,7 @@ def h100() -> PriceTable:
 def shape_of(batch: ScheduleBatch) -> StepShape:
     """A step as it is launched, for its price."""
     kv_tokens, num_read, chunks = 0, 0, list[PromptChunk]()
-    for num_rows, num_prompt, emits, kv_len in zip(
-        batch.max_q_lens, batch.num_prompt_tokens, batch.emits, batch.kv_lens_before, strict=True
-    ):
+    for _, num_rows, num_prompt, emits, kv_len in batch.requests:
         num_read += emits
         if num_prompt:
             chunks.append(PromptChunk(kv_len, num_rows))

@@ -18,14 +18,13 @@ from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.round_prices import MeasuredRounds
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.left_out import LeftOutRows
 from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text
 
 # Milliseconds of an 8B model's steps on an H200 by rows, as they were measured at a start.
@@ -254,14 +253,10 @@ def batch_of(
 ) -> ScheduleBatch:
     """A step of requests that feed so many tokens of their prompts, or decode; in these rows, or
     the first ones."""
-    count = len(prompts)
+    places = range(len(prompts)) if rows is None else rows
     return ScheduleBatch(
-        rows=list(range(count)) if rows is None else [*rows],
-        max_q_lens=[each or 2 * MAX_DRAFTS for each in prompts],
-        num_prompt_tokens=list(prompts),
-        emits=[emits] * count,
-        kv_lens_before=[0] * count,
-        new_rows=[],
-        table_writes=PageTableWrites(()),
-        all_greedy=True,
+        [
+            BatchRequest(row, num_prompt or 2 * MAX_DRAFTS, num_prompt, emits)
+            for row, num_prompt in zip(places, prompts, strict=True)
+        ]
     )

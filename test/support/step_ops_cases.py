@@ -48,7 +48,7 @@ from sglang.srt.step.step_ops import (
     StepCounts,
     StepOps,
 )
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, ScheduleBatch
 
 VOCAB_SIZE = 3  # small, so that drafts are often right
 MASK = 7
@@ -147,12 +147,12 @@ class Step:
     def batch(self, chooser: random.Random, num_writes: int = 1) -> ScheduleBatch:
         places = chooser.sample(range(len(self.rows) * WIDTH), num_writes)
         return ScheduleBatch(
-            rows=self.rows,
-            max_q_lens=self.q_lens,
-            num_prompt_tokens=self.num_prompt,
-            emits=self.emits,
-            kv_lens_before=[WIDTH - q_len for q_len in self.q_lens],
-            new_rows=[],
+            [
+                BatchRequest(row, q_len, num_prompt, emits, WIDTH - q_len)
+                for row, q_len, num_prompt, emits in zip(
+                    self.rows, self.q_lens, self.num_prompt, self.emits, strict=True
+                )
+            ],
             table_writes=table_writes(
                 [self.rows[place // WIDTH] for place in places],
                 [place % WIDTH for place in places],

@@ -16,11 +16,10 @@ from sglang.srt.lookahead.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.tier_options import TierOptions
 from sglang.srt.lookahead.tier_policy import LoadAwareTier, RoundOutcome, TierParts
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
-from sglang.srt.step.worker import HostResult, ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
 # Milliseconds of a step by rows: all products, which were measured up to 576 rows, and 0.6 more.
 STEP_MS = {
@@ -146,15 +145,10 @@ def round_ms(num_reqs: int, tier: int, num_fed: int, next_tier: int) -> float:
 
 def batch_of(counts: Sequence[int], num_prompts: int = 0) -> ScheduleBatch:
     """Prompts of 10 tokens, then requests with so many drafts each."""
-    num_reqs = num_prompts + len(counts)
-    prompts = [10] * num_prompts
-    return ScheduleBatch(
-        rows=list(range(num_reqs)),
-        max_q_lens=[*prompts, *([2 * MAX_DRAFTS] * len(counts))],
-        num_prompt_tokens=[*prompts, *([0] * len(counts))],
-        emits=[True] * num_reqs,
-        kv_lens_before=[*([40] * num_prompts), *([50 - 2 * MAX_DRAFTS] * len(counts))],
-        new_rows=[],
-        table_writes=PageTableWrites(()),
-        all_greedy=True,
-    )
+    num_slots = 2 * MAX_DRAFTS
+    prompts = [BatchRequest(row, 10, 10, kv_len_before=40) for row in range(num_prompts)]
+    decodes = [
+        BatchRequest(num_prompts + i, num_slots, kv_len_before=50 - num_slots)
+        for i in range(len(counts))
+    ]
+    return ScheduleBatch(prompts + decodes)

@@ -150,7 +150,7 @@ class Collected:
     step_lens: list[int] = field(default_factory=list)
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
-    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    weight_spans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 
 class SchedulerHarness:

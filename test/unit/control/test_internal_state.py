@@ -19,6 +19,7 @@ from sglang.srt.messages.control import (
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedRow
 from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import BatchRequest
 from utils import FakeInbox, SchedulerHarness, Setup
 
 
@@ -164,7 +165,7 @@ def test_a_slot_that_is_lost_is_found_as_soon_as_the_scheduler_is_idle() -> None
 def row(is_decode: bool) -> LaunchedRow:
     """Of a running request, whose prompt ends or which decodes."""
     [req] = running_harness().scheduler.lifecycle.running
-    return LaunchedRow(req=req, max_kept=1, emits=True, ends_prompt=not is_decode)
+    return LaunchedRow(req, BatchRequest(0, num_prompt_tokens=0 if is_decode else 1), max_kept=1)
 
 
 def switches_after(stats: SchedulerStats, *tiers: int, is_decode: bool = True) -> dict[int, int]:
@@ -272,13 +273,13 @@ def test_a_step_that_a_request_did_not_need_any_more_is_in_no_average(
     on_read = SchedulerStats.on_read
 
     def spy(
-        stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any, *more: Any
+        stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, had_ended: Any, **more: Any
     ) -> None:
         nonlocal num_over
-        kept = [row.is_decode and not is_over for row, is_over in zip(rows, over, strict=True)]
+        kept = [row.is_decode and not is_over for row, is_over in zip(rows, had_ended, strict=True)]
         accepted.extend(num for num, is_kept in zip(lens, kept, strict=True) if is_kept)
-        num_over += sum(over)
-        on_read(stats, rows, lens, drafts, tier, over, *more)
+        num_over += sum(had_ended)
+        on_read(stats, rows, lens, drafts, had_ended=had_ended, **more)
 
     monkeypatch.setattr(SchedulerStats, "on_read", spy)
     for start in range(10):

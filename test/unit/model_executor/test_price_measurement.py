@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import io
+import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from priced_server import STEP_MS, curve
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
+from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.model_executor.measured_times import Launch, shown, timed_passes
+from sglang.srt.model_executor.measured_times import Launch, gpu_times_ms, shown, timed_passes
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
+    GRAPH_REPEATS,
     MANY_ROWS,
     PriceMeter,
     priced_graphs,
@@ -92,6 +98,95 @@ def test_passes_over_all_sizes_end_with_the_budget() -> None:
         size: [float(size)] * 3 for size in (1, 10, 100)
     }
     assert runs == [1, 10, 100] * 4
+
+
+class QueuedGpu:
+    """A host that launches in `host_ms(now)`, and a GPU that computes what is queued; times are in
+    milliseconds."""
+
+    def __init__(self, host_ms: Callable[[float], float]) -> None:
+        self._host_ms = host_ms
+        self.now = self._end = 0.0
+
+    def launch(self, took_ms: float) -> None:
+        self.now += self._host_ms(self.now)
+        self._end = max(self._end, self.now) + took_ms
+
+    def event(self, enable_timing: bool) -> QueuedEvent:
+        return QueuedEvent(self)
+
+    def end_of_queue(self) -> float:
+        return max(self._end, self.now)
+
+
+class QueuedEvent:
+    """Stands in for `torch.cuda.Event`."""
+
+    def __init__(self, gpu: QueuedGpu) -> None:
+        self._gpu, self._at = gpu, 0.0
+
+    def record(self) -> None:
+        self._at = self._gpu.end_of_queue()
+
+    def query(self) -> bool:
+        return self._gpu.now >= self._at
+
+    def synchronize(self) -> None:
+        self._gpu.now = max(self._gpu.now, self._at)
+
+    def elapsed_time(self, later: QueuedEvent) -> float:
+        return later._at - self._at
+
+
+def measured_graphs(
+    keys: GraphKeys, gpu: QueuedGpu, took_ms: Callable[[GraphKey], float]
+) -> dict[GraphKey, float]:
+    """Prices of graphs that take so long on a GPU."""
+    pool = SimpleNamespace(req_to_token=torch.zeros(1, 1))
+    runner: Any = SimpleNamespace(req_to_token_pool=pool, model=SimpleNamespace(hidden_width=0))
+    meter = PriceMeter(runner, 128, 1)
+    meter._is_cpu = False
+    replays = mock.patch.object(meter, "_replay", lambda key: lambda: gpu.launch(took_ms(key)))
+    with replays, mock.patch("torch.cuda.Event", gpu.event):
+        return meter._graphs([key for key in keys.all if key.tag == MIXED])
+
+
+@pytest.mark.parametrize("start_ms", range(200, 2000, 300))
+def test_times_of_graphs_are_the_gpus_while_the_host_is_slow(
+    start_ms: float,
+) -> None:
+    """For a while launching takes a host longer than most graphs take. It would then seem that a
+    graph costs no less than larger ones, which are timed later, and steps would replay those."""
+    keys, truth = GraphKeys(GraphSupport.RAGGED_Q, 128, 1, 1024), curve(STEP_MS)
+
+    def host_ms(now: float) -> float:
+        return 24.0 if start_ms < now < start_ms + 300 else 2.0
+
+    found = measured_graphs(keys, QueuedGpu(host_ms), lambda key: truth.at(key.num_tokens))
+    assert found == pytest.approx({key: truth.at(key.num_tokens) for key in found})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_graph_that_met_a_slow_moment_is_replaced_by_no_larger_one(seed: int) -> None:
+    """The GPU was slow when the graph was timed for the first time."""
+    keys, rng = GraphKeys(GraphSupport.RAGGED_Q, 128, 1, 1024), random.Random(seed)
+    slowness = {key: [rng.uniform(1, 2)] * (1 + GRAPH_REPEATS) for key in keys.all}
+
+    def took_ms(key: GraphKey) -> float:
+        slow = slowness[key].pop() if slowness[key] else 1.0
+        return (5.0 + 0.015 * key.num_tokens) * slow
+
+    found = measured_graphs(keys, QueuedGpu(lambda now: 0.1), took_ms)
+    keys.prefer_cheaper(found)
+    for key in found:
+        assert keys.find_shape(key.num_reqs, 2, key.num_tokens) == key
+
+
+def test_a_host_that_is_always_slower_than_the_gpu_ends_the_measurement() -> None:
+    gpu = QueuedGpu(lambda now: 9.0)
+    with mock.patch("torch.cuda.Event", gpu.event):
+        assert set(gpu_times_ms(lambda: gpu.launch(4.0), 3)) == {9.0}
+    assert gpu.now < 300
 
 
 @pytest.mark.parametrize(

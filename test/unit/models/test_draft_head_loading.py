@@ -33,7 +33,8 @@ from sglang.srt.model_loader.loader import WeightPlaces, load_model
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.platform import Platform
 from sglang.srt.registry import HEADS
-from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
+from sglang.srt.weight_sync.weight_store import WeightStore
 from utils import make_random_llama
 
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
@@ -324,7 +325,7 @@ def test_an_update_with_a_wrong_map_changes_nothing(
     change_weights(other, change)
     config = load_head_config(str(folder), EAGLE3, target)
     with pytest.raises(WeightUpdateError, match="'d2t'"):
-        WeightStore(model, config).from_directory(str(other))
+        WeightStore(model, config).reader.from_directory(str(other))
     assert torch.equal(model.get_buffer("d2t"), before)
 
 

@@ -289,7 +289,7 @@ def test_an_update_of_the_target_reaches_the_head(
         tmp_path / "other", seed=5, num_hidden_layers=8, tie_word_embeddings=False
     )
     weights = pair.group.target.weights
-    weights.apply(weights.from_directory(str(other)))
+    weights.apply(weights.reader.from_directory(str(other)))
     new = load_file(other / FILE)
     pair.oracle.embedding = new["model.embed_tokens.weight"]
     pair.oracle.output = new["lm_head.weight"]
@@ -309,7 +309,7 @@ def test_the_head_of_a_target_that_is_untied_by_its_files_is_shared(
     pair = make_pair(untied, write_eagle(tmp_path / "head"), EAGLE, token_map=token_map)
     run_a_round(pair, EAGLE)
     weights = pair.group.target.weights
-    weights.apply(weights.from_tensors([("lm_head.weight", -pair.oracle.output)]))
+    weights.apply(weights.reader.from_tensors([("lm_head.weight", -pair.oracle.output)]))
     pair.oracle.output = -pair.oracle.output
     run_a_round(pair, EAGLE)
 
@@ -324,7 +324,7 @@ def test_the_head_of_a_tied_target_follows_its_embedding(tmp_path: Path, has_map
     new = torch.flip(pair.oracle.embedding, (0,))
     weights = pair.group.target.weights
     tensors = {"model.embed_tokens.weight": new, "lm_head.weight": new.clone()}
-    weights.apply(weights.from_tensors(tensors.items()))
+    weights.apply(weights.reader.from_tensors(tensors.items()))
     pair.oracle.embedding = pair.oracle.output = new
     run_a_round(pair, EAGLE, ROUNDED)
 
@@ -352,7 +352,7 @@ def test_an_update_of_the_head_itself(target: Path, tmp_path: Path, kind: str) -
     else:
         other = write_eagle3(tmp_path / "other", seed=3)
     weights = pair.runner.weights
-    weights.apply(weights.from_directory(str(other)))
+    weights.apply(weights.reader.from_directory(str(other)))
     pair.oracle = Oracle(other, pair.oracle.embedding, pair.oracle.output)
     run_a_round(pair, kind)
     if kind == EAGLE3:

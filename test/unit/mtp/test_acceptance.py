@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kernel import reference
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mtp.mask_ops import TorchMaskOps
 from sglang.srt.speculative.drafter import ChosenTokens
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import READ_START, AcceptedTokens, StepCounts
 from sglang.srt.step.torch_step_ops import TorchStepOps
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, ScheduleBatch
 
 VOCAB_SIZE = 3  # small, so that drafts are often right
 MAX_PENDING = 4
@@ -91,7 +90,6 @@ def random_case(chooser: random.Random) -> Case:
 
 def accept(cases: list[Case], state: RequestRows, pool: ReqToTokenPool) -> AcceptedTokens:
     """The step of these requests, in rows 0, 1, ..., as the worker ends it."""
-    count = len(cases)
     for row, case in enumerate(cases):
         state.committed[row], state.pending_lens[row] = case.committed, len(case.pending)
         first = state.tokens[row, case.committed :]
@@ -103,16 +101,10 @@ def accept(cases: list[Case], state: RequestRows, pool: ReqToTokenPool) -> Accep
         [case.num_predicted for case in cases],
         [case.emits_only_confirmed for case in cases],
     )
-    batch = ScheduleBatch(
-        rows=list(range(count)),
-        max_q_lens=q_lens,
-        num_prompt_tokens=[0] * count,
-        emits=[True] * count,
-        kv_lens_before=[WIDTH - q_len for q_len in q_lens],
-        new_rows=[],
-        table_writes=PageTableWrites(),
-        all_greedy=True,
-    )
+    requests = [
+        BatchRequest(row, q_len, kv_len_before=WIDTH - q_len) for row, q_len in enumerate(q_lens)
+    ]
+    batch = ScheduleBatch(requests)
     ops = TorchStepOps(torch.device("cpu"))
     layout = ops.lay_out(batch, counts, state, pool, MASK)
     targets = torch.tensor([token for case in cases for token in case.targets])

@@ -11,10 +11,9 @@ import pytest
 from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.lookahead.length_policy import FullLength
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mtp.mask_drafter import MaskPlanner, MTPConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, NewRow, ScheduleBatch
 
 MAX_K = 4
 PROMPTS = [5, 0, 0]  # tokens that each request feeds of its prompt
@@ -38,16 +37,8 @@ def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     planner = MaskPlanner(config, Limits(*limits), len(PROMPTS))
     rows, tokens = list(range(len(PROMPTS))), np.arange(5, dtype=np.int32)
     planner.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
-    batch = ScheduleBatch(
-        rows=rows,
-        max_q_lens=[20] * len(rows),
-        num_prompt_tokens=PROMPTS,
-        emits=[True] * len(rows),
-        kv_lens_before=[20] * len(rows),
-        new_rows=[],
-        table_writes=PageTableWrites(),
-        all_greedy=True,
-    )
+    requests = [BatchRequest(row, 20, PROMPTS[row], kv_len_before=20) for row in rows]
+    batch = ScheduleBatch(requests)
     return [replace(planner.plan(batch), tier=0, budget=None) for _ in limits]
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_steps import DraftSteps, drafts_of_requests, plan_draft_steps
 from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, ScheduleBatch
 from verifying_plan import verifying_plan
 
 NUM_DRAFTS = 3
@@ -25,16 +24,11 @@ NUM_ROWS = 10
 def batch_of(*requests: tuple[int, int, int, bool]) -> ScheduleBatch:
     """Of each request: tokens with KV at most, prompt tokens fed, slots reserved, whether it emits.
     Request i has row 2 * i."""
-    bounds, prompts, reserved, emits = (list(values) for values in zip(*requests, strict=True))
     return ScheduleBatch(
-        rows=list(range(0, 2 * len(requests), 2)),
-        max_q_lens=reserved,
-        num_prompt_tokens=prompts,
-        emits=emits,
-        kv_lens_before=bounds,
-        new_rows=[],
-        table_writes=PageTableWrites(),
-        all_greedy=True,
+        [
+            BatchRequest(2 * i, reserved, num_prompt, emits, bound)
+            for i, (bound, num_prompt, reserved, emits) in enumerate(requests)
+        ]
     )
 
 

@@ -149,7 +149,7 @@ class SchedulerStats:
         for row, num_accepted, count, is_over in zip(
             rows, accept_lens, counts, had_ended or [False] * len(rows), strict=True
         ):
-            sits_out = row.emits and not num_accepted
+            sits_out = not num_accepted and row.emits
             self.num_sat_out += sits_out
             if is_over or sits_out or not row.is_decode or row.req.width.decode_rows == 1:
                 continue
@@ -221,7 +221,7 @@ def read_internal_state(
         "num_lease_expiries": pause.num_lease_expiries,
         "stopped": state.stopped,
         "released_memory": sorted(state.released),
-        "weight_version": lifecycle.weight_version,
+        **lifecycle.named_versions,
         "weight_epoch": ledger.weight_epoch,
         "in_weight_session": state.in_weight_session,
     }

@@ -237,9 +237,12 @@ class Scheduler:
 
     def _launch(self, planned: PlannedStep) -> LaunchedStep:
         for row in planned.rows:
-            row.req.committed_bound += row.max_kept
-            row.req.num_inflight += 1
-            row.req.num_inflight_emits += row.emits
+            req = row.req
+            req.committed_bound += row.max_kept
+            req.num_inflight += 1
+            req.num_inflight_emits += row.emits
+            req.num_scored += len(row.scored)
+            req.row_is_new = False
         result = self._worker.forward_batch_generation(planned.batch)
         self.stats.on_launch(planned.rows)
         return LaunchedStep(planned.rows, result, planned.price_ms)
@@ -252,9 +255,9 @@ class Scheduler:
             step.rows,
             result.accept_lens,
             result.num_drafts,
-            result.tier,
-            had_ended,
-            self.processor.num_generated,
+            tier=result.tier,
+            had_ended=had_ended,
+            num_generated=self.processor.num_generated,
         )
         self._decode_log.after_step(step.rows)
         self.checker.after_step("result read")

@@ -30,7 +30,7 @@ from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
 from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, encode_texts
-from sglang.srt.messages.control import AbortReq
+from sglang.srt.messages.control import TARGET_MODEL, AbortReq
 from sglang.srt.messages.requests import (
     BROKEN_OUTPUT,
     BatchStrOutput,
@@ -194,7 +194,7 @@ class TokenizerManager:
         self, message: TokenizedGenerateReqInput, reason: FinishReason
     ) -> ReqTextOutput:
         """The only output of a sample that ends before it is sent."""
-        spans = [(self.control.status.weight_version, 0)]
+        spans = {TARGET_MODEL: [(self.control.status.weight_version, 0)]}
         counts = (len(message.input_ids), 0, 0, 0)
         return ReqTextOutput(message.req_id, "", [], reason, *counts, weight_spans=spans)
 

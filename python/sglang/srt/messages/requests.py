@@ -131,8 +131,9 @@ class ReqOutput(msgspec.Struct, array_like=True):
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones; of each row that is returned its float32 values, as they lie in
             memory: as numbers of Python a prompt's would hold up every process.
-        weight_spans: labels of the weights that generated the tokens, each with its first token's
-            index among all tokens generated; empty if nothing has changed since the last output.
+        weight_spans: of each model the labels of the weights that generated the tokens, each with
+            its first token's index among all tokens generated; empty if nothing has changed since
+            the last output.
         queue_time_s: how long it waited before it first ran; None if it has not, or was told.
     """
 
@@ -148,7 +149,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[bytes] = []
     step_lens: list[int] = []
-    weight_spans: list[tuple[str, int]] = []
+    weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
     queue_time_s: float | None = None
@@ -175,7 +176,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[bytes] = []
     step_lens: list[int] = []
-    weight_spans: list[tuple[str, int]] = []
+    weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
     queue_time_s: float | None = None

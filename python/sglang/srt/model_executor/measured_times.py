@@ -17,6 +17,7 @@ Launch = Callable[[], object]  # returns when the work is in a GPU's queue, mayb
 
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
+MOST_RUNS = 3  # on a GPU, for each that counts
 
 
 def shown(items: Sequence[Item], what: str, device: torch.device) -> Iterable[Item]:
@@ -26,15 +27,26 @@ def shown(items: Sequence[Item], what: str, device: torch.device) -> Iterable[It
 
 
 def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
-    """Returns the milliseconds of each run but the first, by the GPU's own clock. All runs are
-    launched before any is waited for, so the host's time counts only where it launches more slowly
-    than the GPU computes."""
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for end in ends:
+    """Returns the milliseconds of `repeats` runs after a first one, by the GPU's own clock. Runs
+    are launched before any is waited for. While the host launches more slowly than the GPU
+    computes, the GPU waits and the times are the host's. Such a run does not count, and another
+    follows it, up to MOST_RUNS for each that is to count; if none does, all are returned."""
+    launch()
+    ends = [_recorded_event()]
+    are_in_time = list[bool]()
+    while sum(are_in_time) < repeats and len(are_in_time) < MOST_RUNS * repeats:
         launch()
-        end.record()
+        are_in_time.append(not ends[-1].query())  # queued before the GPU had ended the last run
+        ends.append(_recorded_event())
     ends[-1].synchronize()
-    return [first.elapsed_time(second) for first, second in itertools.pairwise(ends)]
+    times = [first.elapsed_time(second) for first, second in itertools.pairwise(ends)]
+    return [*itertools.compress(times, are_in_time)] or times
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def shortest(times: Mapping[int, Sequence[float]]) -> Curve:

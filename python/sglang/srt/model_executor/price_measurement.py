@@ -10,7 +10,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -23,6 +23,7 @@ from sglang.srt.layers.forward_batch import (
     GraphKey,
     dummy_step,
 )
+from sglang.srt.model_executor.graph_keys import LEAST_SAVING
 from sglang.srt.model_executor.measured_times import (
     Launch,
     gpu_times_ms,
@@ -126,6 +127,17 @@ class PriceMeter:
         """Returns the milliseconds of a graph, the least of several runs after a first one."""
         return min(self._times_ms(self._replay(key), repeats))
 
+    @torch.inference_mode()
+    def confirmed(self, graphs_ms: Mapping[GraphKey, float]) -> dict[GraphKey, float]:
+        """Returns prices of graphs, with those timed again that steps would not replay, since a
+        larger graph seems to cost less: they may have met a slow moment."""
+        found = dict(graphs_ms)
+        for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
+            larger_ms = min(found[other] for other in found if _has_room(other, key))
+            if larger_ms < found[key] * (1 - LEAST_SAVING):
+                found[key] = min(found[key], self.graph_ms(key, 1))
+        return found
+
     # ------------------------------------------------------------ time
 
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
@@ -153,16 +165,9 @@ class PriceMeter:
     # ------------------------------------------------------------ what is timed
 
     def _graphs(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
-        """Measures the milliseconds of each graph. Where fewer rows seem to cost more than a larger
-        number, they are timed again: they may have met a slow moment."""
-        found = {}
-        for key in shown(keys, "graphs", self._device):
-            found[key] = self.graph_ms(key, GRAPH_REPEATS)
-        ordered = sorted(found, key=lambda key: (*_kind(key), key.num_reqs, key.num_tokens))
-        for key, larger in itertools.pairwise(ordered):
-            if _kind(key) == _kind(larger) and found[key] > found[larger]:
-                found[key] = min(found[key], self.graph_ms(key, 1))
-        return found
+        """Measures the milliseconds of each graph."""
+        graphs = shown(keys, "graphs", self._device)
+        return self.confirmed({key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs})
 
     def times_of(
         self,
@@ -374,8 +379,10 @@ def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
     ]
 
 
-def _kind(key: GraphKey) -> tuple[str, bool]:
-    return key.tag, key.has_tree
+def _has_room(graph: GraphKey, key: GraphKey) -> bool:
+    """Tells whether steps of the key's graph may replay another graph of its kind, or the same."""
+    has_room = graph.num_reqs >= key.num_reqs and graph.num_tokens >= key.num_tokens
+    return has_room and (graph.tag, graph.has_tree) == (key.tag, key.has_tree)
 
 
 def rows_of(key: GraphKey, row_width: int) -> list[int]:

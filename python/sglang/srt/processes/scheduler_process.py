@@ -49,6 +49,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer
+from sglang.srt.weight_sync.serving_weights import ServingWeights
 
 logger = logging.getLogger(__name__)
 
@@ -154,15 +155,16 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
 
 
 def make_resources(runners: RunnerGroup, profiler: StepProfiler | None = None) -> ModelResources:
-    """Gathers what control calls may change: the memory of all models and of their graphs, and the
-    target's weights."""
+    """Gathers what control calls may change: the weights and the memory of all models, and the
+    memory of their graphs."""
     memory = {
         KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
         WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),
     }
     if runners.has_graphs:
         memory[GRAPH_TAG] = MemoryPart(runners.release_graphs, runners.restore_graphs)
-    return ModelResources(weights=runners.target.weights, memory=memory, profiler=profiler)
+    weights = ServingWeights(*(runner.weights for runner in runners.runners))
+    return ModelResources(weights=weights, memory=memory, profiler=profiler)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:

@@ -113,7 +113,7 @@ class BatchPlanner:
                 prefilling.append(req)
             elif not req.ends_in_flight:
                 decoding.append(req)
-                step.add(req, 0, req.width.decode_rows, req.width.max_kept, emits=True)
+                step.add_decode(req)
         if not prefilling and not (self.has_room() and self._lifecycle.startable):
             return step
         allowance = self._budget.open(_decode_load(decoding), self._lifecycle.num_streams > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.requests import (
@@ -66,22 +67,23 @@ class BatchResultProcessor:
         request_steps: list[RequestStep] = []
         read_prompts: list[Req] = []
         for index, row in enumerate(step.rows):
-            row.req.num_inflight_emits -= row.emits
+            req, emits = row.req, row.emits
+            req.num_inflight_emits -= emits
             accepted = result.next_token_ids[index][: result.accept_lens[index]]
-            scores = reader.take_prompt_logprobs(row.req, row.num_scored)
+            scores = reader.take_prompt_logprobs(req, len(row.scored))
             hidden = reader.take_hidden_states(row, result.kept_lens[index])
-            logprobs = reader.take_output_logprobs(row.req, accepted) if row.emits else []
-            if row.req.finish_reason is None:
-                row.req.input_logprob_news += scores
+            logprobs = reader.take_output_logprobs(req, accepted) if emits else []
+            if req.finish_reason is None:
+                req.input_logprob_news += scores
                 if hidden is not None:
-                    row.req.add_hidden(hidden)
+                    req.add_hidden(hidden)
                 num_kept = result.kept_lens[index]
                 if result.num_drafts and result.num_drafts[index]:
                     num_confirmed = result.accept_lens[index] - 1
-                    row.req.count_drafts(result.num_drafts[index], num_confirmed)
+                    req.count_drafts(result.num_drafts[index], num_confirmed)
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
                 if row.ends_prompt and accepted:
-                    read_prompts.append(row.req)
+                    read_prompts.append(req)
                 if self._on_step_read is not None:
                     request_steps.append(_request_step(index, row, num_emitted, num_kept))
         if self._on_step_read is not None:
@@ -124,7 +126,7 @@ class BatchResultProcessor:
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
-        if not (row.emits and accepted):
+        if not accepted:
             return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
@@ -165,7 +167,7 @@ class BatchResultProcessor:
                 output_logprobs=req.output_logprob_news,
                 hidden_states=req.hidden_news,
                 step_lens=req.step_len_news,
-                weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
+                weight_spans={} if req.spans_were_sent else deepcopy(req.weight_spans),
                 num_proposed_drafts=req.num_proposed_drafts,
                 accept_histogram=list(req.accept_histogram),
                 queue_time_s=None if req.was_reported else req.queue_time_s,

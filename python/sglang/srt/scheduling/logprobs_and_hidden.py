@@ -3,91 +3,66 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
-from sglang.srt.scheduling.request import LaunchedRow, Req
+from sglang.srt.scheduling.request import NO_ROWS, LaunchedRow, Req
 from sglang.srt.step.worker import HostResult, LogprobPlan, RowRef
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class LogprobsAndHiddenPlan:
-    """Collects the rows whose log-probabilities and hidden states a step returns, request by
-    request in the order of the batch."""
+def scored_rows(req: Req, num_prompt: int) -> range:
+    """Returns the rows, by their offset among the `num_prompt` rows of the prompt's next chunk,
+    whose next token must be scored and has not been yet."""
+    if req.logprobs is None or req.num_scored >= req.num_prompt_scores:
+        return NO_ROWS
+    start = req.committed_bound
+    first = req.logprobs.start_len + req.num_scored - start
+    return range(first, min(num_prompt, len(req.input_ids) - 1 - start))
 
-    hidden_rows: list[RowRef] = field(default_factory=list)
-    _num_requests: int = 0
-    _emitting: list[int] = field(default_factory=list)
-    _emitted_options: list[LogprobOptions] = field(default_factory=list)
-    _prompt_rows: list[RowRef] = field(default_factory=list)
-    _prompt_targets: list[int] = field(default_factory=list)
-    _prompt_options: list[LogprobOptions] = field(default_factory=list)
 
-    def add(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> tuple[int, int]:
-        """Notes the next request of the step, which keeps at most max_kept rows; returns how many
-        prompt logprobs and hidden states the step returns for it."""
-        num_scored = self._add_scores(req, num_prompt_rows)
-        num_hidden = self._add_hidden(req, num_prompt_rows, max_kept, emits)
-        if emits and req.logprobs is not None:
-            self._emitting.append(self._num_requests)
-            self._emitted_options.append(req.logprobs)
-        self._num_requests += 1
-        return num_scored, num_hidden
+def hidden_rows(req: Req, num_prompt: int, max_kept: int, emits: bool) -> range:
+    """Returns the rows, by their offset, whose hidden states are wanted: each position once, or the
+    last one of the step.
 
-    def logprob_plan(self) -> LogprobPlan | None:
-        """Returns the plan; None when no log-probabilities are wanted."""
-        if not self._emitting and not self._prompt_rows:
-            return None
-        return LogprobPlan(
-            emitting=self._emitting,
-            emitted=replace(
-                _queries(self._emitted_options), kept=[item.kept for item in self._emitted_options]
-            ),
-            prompt_rows=self._prompt_rows,
-            prompt_targets=self._prompt_targets,
-            prompts=_queries(self._prompt_options),
-        )
+    In a decode step these are all rows that may be kept, since the number kept is not known yet.
+    """
+    if req.hidden_states == "none":
+        return NO_ROWS
+    first = 0
+    if num_prompt and req.hidden_states == "all":
+        first = min(max(0, req.num_hidden - req.committed_bound), max_kept)
+    elif num_prompt:
+        first = max_kept - 1 if emits else max_kept
+    return range(first, max_kept)
 
-    def _add_scores(self, req: Req, num_prompt_rows: int) -> int:
-        """Adds the prompt rows of this chunk whose next token must be scored and has not been
-        yet."""
-        options = req.logprobs
-        if options is None or req.num_scored >= req.num_prompt_scores:
-            return 0
-        start = req.committed_bound
-        first = options.start_len + req.num_scored
-        end = min(start + num_prompt_rows, len(req.input_ids) - 1)
-        count = max(0, end - first)
-        self._prompt_rows.extend(
-            (self._num_requests, position - start) for position in range(first, end)
-        )
-        self._prompt_targets.extend(req.input_ids[first + 1 : end + 1])
-        self._prompt_options.extend([options] * count)
-        req.num_scored += count
-        return count
 
-    def _add_hidden(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> int:
-        """Adds rows whose hidden states are wanted: each position once, or the last one of the
-        step.
-
-        In a decode step these are all rows that may be kept, since the number kept is not known
-        yet.
-        """
-        if req.hidden_states == "none":
-            return 0
-        first = 0
-        if num_prompt_rows and req.hidden_states == "all":
-            first = min(max(0, req.num_hidden - req.committed_bound), max_kept)
-        elif num_prompt_rows:
-            first = max_kept - 1 if emits else max_kept
-        self.hidden_rows.extend((self._num_requests, offset) for offset in range(first, max_kept))
-        return max_kept - first
+def logprob_plan(rows: Sequence[LaunchedRow]) -> LogprobPlan | None:
+    """Returns the log-probabilities that the requests of a step want of it; None: none."""
+    emitting, prompt_rows = list[int](), list[RowRef]()
+    emitted, scored = list[LogprobOptions](), list[LogprobOptions]()
+    targets = list[int]()
+    for index, row in enumerate(rows):
+        options = row.req.logprobs
+        if options is None:
+            continue
+        if row.emits:
+            emitting.append(index)
+            emitted.append(options)
+        first, wanted = row.batch_request.kv_len_before + 1, row.scored
+        prompt_rows += [(index, offset) for offset in wanted]
+        targets += row.req.input_ids[first + wanted.start : first + wanted.stop]
+        scored += [options] * len(wanted)
+    if not emitting and not prompt_rows:
+        return None
+    queries = replace(_queries(emitted), kept=[options.kept for options in emitted])
+    return LogprobPlan(emitting, queries, prompt_rows, targets, _queries(scored))
 
 
 class LogprobsAndHiddenReader:
@@ -122,11 +97,11 @@ class LogprobsAndHiddenReader:
     def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> torch.Tensor | None:
         """Returns hidden states of the rows that the step kept of a request, as the step gives
         them: all of them, or the last one if it wants only those that tokens were drawn from and
-        not every row gave a token. None: the step gives none at all."""
-        if self._hidden is None:
+        not every row gave a token. None: it wants none of this step."""
+        if self._hidden is None or not row.hidden:
             return None
         start = self._next_hidden
-        self._next_hidden += row.num_hidden
+        self._next_hidden += len(row.hidden)
         if row.ends_prompt or not row.emits:
             num_fed_again = row.max_kept - num_kept
             return self._hidden[start : max(start, self._next_hidden - num_fed_again)]

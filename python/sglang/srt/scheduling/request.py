@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,10 +15,11 @@ from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionL
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.hidden_file import HiddenFile
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import GenerationBatchResult
+from sglang.srt.step.worker import BatchRequest, GenerationBatchResult
 from sglang.srt.tokenizer import StopFinder
 
 HiddenStates = Literal["none", "all", "last"]
+NO_ROWS = range(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +44,8 @@ class Req:
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_proposed_drafts, accept_histogram: see `ReqOutput`.
         num_sent, was_reported: output tokens sent to the client; whether anything was sent.
-        weight_spans: labels of the weights that generated the output, each with the index of its
-            first token.
+        weight_spans: of each model the labels of the weights that generated the output, each with
+            the index of its first token.
         spans_were_sent: whether the client has got `weight_spans`.
         grammar: the grammar of its output; None: any output.
         must_finish: a drain or a weight update waits for its end, so it may start again even if no
@@ -92,7 +93,7 @@ class Req:
     queue_time_s: float | None = None
     was_admitted: bool = False
     row_is_new: bool = False
-    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    weight_spans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     spans_were_sent: bool = False
     grammar: GrammarSession | None = None
     must_finish: bool = False
@@ -140,13 +141,13 @@ class Req:
             limit = min(limit, self.num_hidden)
         return limit
 
-    def begin_weight_span(self, weight_version: str) -> None:
-        """Notes that the output comes from these weights, from its next token on."""
-        start = len(self.output_ids)
-        if self.weight_spans and self.weight_spans[-1][1] == start:
-            self.weight_spans.pop()
-        if not self.weight_spans or self.weight_spans[-1][0] != weight_version:
-            self.weight_spans.append((weight_version, start))
+    def begin_weight_span(self, weight_version: str, model: str) -> None:
+        """Notes that the output comes from these weights of a model, from its next token on."""
+        start, spans = len(self.output_ids), self.weight_spans.setdefault(model, [])
+        if spans and spans[-1][1] == start:
+            spans.pop()
+        if not spans or spans[-1][0] != weight_version:
+            spans.append((weight_version, start))
         self.spans_were_sent = False
 
     def count_drafts(self, num_drafts: int, num_confirmed: int) -> None:
@@ -182,27 +183,35 @@ class Req:
         return self.input_ids + self.output_ids if self.output_ids else self.input_ids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchedRow:
+class LaunchedRow(NamedTuple):
     """A request's part in a launched step.
 
     Attributes:
+        batch_request: its numbers, which the worker gets.
         max_kept: the increase of `committed_bound` at launch.
-        ends_prompt: the step feeds the last prompt token.
-        num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it. In a
-            decode step only hidden states of kept rows count.
+        scored, hidden: offsets of its rows of which the step returns prompt logprobs and hidden
+            states. In a decode step only hidden states of kept rows count.
     """
 
     req: Req
+    batch_request: BatchRequest
     max_kept: int
-    emits: bool
-    ends_prompt: bool
-    num_scored: int = 0
-    num_hidden: int = 0
+    scored: range = NO_ROWS
+    hidden: range = NO_ROWS
+
+    @property
+    def emits(self) -> bool:
+        """Tells whether the step accepts tokens of it."""
+        return self.batch_request.emits
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Tells whether the step feeds its last prompt token."""
+        return self.batch_request.num_prompt_tokens > 0 and self.batch_request.emits
 
     @property
     def is_decode(self) -> bool:
-        return self.emits and not self.ends_prompt
+        return self.batch_request.num_prompt_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)

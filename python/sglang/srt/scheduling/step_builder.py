@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.lookahead.prompt_budget import PromptAllowance
 from sglang.srt.mem_cache.kv_ledger import KVLedger, PageTableWrites
-from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
+from sglang.srt.scheduling.logprobs_and_hidden import hidden_rows, logprob_plan, scored_rows
 from sglang.srt.scheduling.request import LaunchedRow, Req
-from sglang.srt.step.worker import EndedText, NewRow, ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, EndedText, NewRow, ScheduleBatch
 
 # Share of a step's prompt tokens that is kept, while a long prompt is read, for prompts that end in
 # the step. The long one takes a third longer at most, and short ones do not wait for it.
@@ -33,85 +32,49 @@ class PlannedStep:
     price_ms: float | None = None
 
 
-class _Added(NamedTuple):
-    """A request of a step; the arguments of `StepBuilder.add`."""
-
-    req: Req
-    num_prompt: int
-    q_len: int
-    max_kept: int
-    emits: bool
-
-
 @dataclass(slots=True)
 class StepBuilder:
-    """A step while requests are added to it.
+    """A step while requests are added to it, whose slots are reserved.
 
     Attributes:
         price_ms: see `PlannedStep`.
     """
 
     price_ms: float | None = None
-    _added: list[_Added] = field(default_factory=list)
+    _prompts: list[LaunchedRow] = field(default_factory=list)
+    _decodes: list[LaunchedRow] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not self._added
+        return not (self._prompts or self._decodes)
 
-    def add(self, req: Req, num_prompt: int, q_len: int, max_kept: int, emits: bool) -> None:
-        """Adds a request, whose slots are reserved.
+    def add_decode(self, req: Req) -> None:
+        """Adds a request that feeds its pending tokens."""
+        width = req.width
+        self._decodes.append(_row(req, 0, width.decode_rows, width.max_kept, emits=True))
 
-        Args:
-            num_prompt: how many of the next tokens of its prompt it feeds; 0 for a decode row.
-            q_len: rows that have slots, look-ahead included.
-            max_kept: tokens by which the step may move the watermark, at most.
-        """
-        assert req.kv is not None
-        self._added.append(_Added(req, num_prompt, q_len, max_kept, emits))
+    def add_prompt(self, req: Req, count: int, num_lookahead: int, is_last: bool) -> None:
+        """Adds a request that feeds the next `count` tokens of its prompt, and look-ahead rows."""
+        self._prompts.append(_row(req, count, count + num_lookahead, count, emits=is_last))
 
     def build(self, table_writes: PageTableWrites, ended_texts: list[EndedText]) -> PlannedStep:
         """Builds the step of all requests added. Those that feed a prompt come first: the host
         knows how many rows they feed, and so where they begin."""
-        added = sorted(self._added, key=lambda entry: entry.num_prompt == 0)
-        wanted, launched = LogprobsAndHiddenPlan(), list[LaunchedRow]()
-        rows, new_rows, kv_lens = list[int](), list[NewRow](), list[int]()
-        for req, num_prompt, _, max_kept, emits in added:
-            assert req.kv is not None
-            if req.row_is_new:
-                new_rows.append(_new_row(req, req.kv.row))
-                req.row_is_new = False
-            num_scored, num_hidden = wanted.add(req, num_prompt, max_kept, emits)
-            rows.append(req.kv.row)
-            kv_lens.append(req.committed_bound)
-            ends_prompt = emits and num_prompt > 0
-            launched.append(
-                LaunchedRow(
-                    req=req,
-                    max_kept=max_kept,
-                    emits=emits,
-                    ends_prompt=ends_prompt,
-                    num_scored=num_scored,
-                    num_hidden=num_hidden,
-                )
-            )
-        params = [entry.req.params for entry in added if entry.emits]
+        rows = self._prompts + self._decodes
+        params = [row.req.params for row in rows if row.emits]
         batch = ScheduleBatch(
-            rows=rows,
-            max_q_lens=[entry.q_len for entry in added],
-            num_prompt_tokens=[entry.num_prompt for entry in added],
-            emits=[entry.emits for entry in added],
-            kv_lens_before=kv_lens,
-            new_rows=new_rows,
+            requests=[row.batch_request for row in rows],
+            new_rows=[_new_row(row.req) for row in rows if row.req.row_is_new],
             table_writes=table_writes,
             all_greedy=all(each.is_greedy for each in params),
             adjusts_logits=any(each.adjusts_logits for each in params),
-            logprobs=wanted.logprob_plan(),
-            hidden_rows=wanted.hidden_rows,
+            logprobs=logprob_plan(rows),
+            hidden_rows=[(index, each) for index, row in enumerate(rows) for each in row.hidden],
             ended_texts=ended_texts,
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
         is_priced = not (returns_prompts or batch.hidden_rows)
-        return PlannedStep(batch, launched, self.price_ms if is_priced else None)
+        return PlannedStep(batch, rows, self.price_ms if is_priced else None)
 
 
 class PromptFeed:
@@ -204,12 +167,24 @@ class PromptFeed:
         assert req.kv is not None
         if count == 0 or not self._ledger.reserve(req.kv, end + lookahead):
             return 0
-        self._step.add(req, count, count + lookahead, count, emits=is_last)
+        self._step.add_prompt(req, count, lookahead, is_last)
         self._allowance.take(start, count, lookahead)
         return count
 
 
-def _new_row(req: Req, row: int) -> NewRow:
+def _row(req: Req, num_prompt: int, q_len: int, max_kept: int, emits: bool) -> LaunchedRow:
+    assert req.kv is not None
+    return LaunchedRow(
+        req,
+        BatchRequest(req.kv.row, q_len, num_prompt, emits, req.committed_bound),
+        max_kept,
+        scored_rows(req, num_prompt),
+        hidden_rows(req, num_prompt, max_kept, emits),
+    )
+
+
+def _new_row(req: Req) -> NewRow:
+    assert req.kv is not None
     adjustments = None
     if req.params.adjusts_logits:
         adjustments = RowAdjustments(
@@ -217,7 +192,7 @@ def _new_row(req: Req, row: int) -> NewRow:
         )
     tokens = np.fromiter(req.fill_ids, np.int32, len(req.fill_ids))
     return NewRow(
-        row=row,
+        row=req.kv.row,
         num_committed=req.committed,
         tokens=tokens,
         params=req.params,

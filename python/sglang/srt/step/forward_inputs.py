@@ -1,4 +1,4 @@
-"""Makes a forward batch of the scheduler's step, by gathers over device rows alone."""
+"""Makes the forward batch of a step whose rows are laid out."""
 
 from __future__ import annotations
 
@@ -8,37 +8,17 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import ROW, RowLayout, StepCounts, StepOps
+from sglang.srt.step.step_ops import ROW, RowLayout, StepCounts
 from sglang.srt.step.worker import RowRef, ScheduleBatch
 
 NO_TOKEN = 0  # fed by look-ahead rows of workers that have none
 
 
-def build_forward_batch(
-    ops: StepOps,
-    batch: ScheduleBatch,
-    counts: StepCounts,
-    state: RequestRows,
-    pool: ReqToTokenPool,
-    lookahead_token: int = NO_TOKEN,
-    bounds_are_exact: bool = False,
-) -> tuple[ForwardBatch, RowLayout]:
-    """Lays out the T rows of a step, after `state.initialize(batch.new_rows)`.
-
-    A request feeds num_prompt_tokens[i] tokens of its prompt, or else its pending tokens; the rest
-    of its q_lens[i] rows feed `lookahead_token`. `bounds_are_exact`: no length depends on a result
-    that the host has not read.
-    """
-    layout = ops.lay_out(batch, counts, state, pool, lookahead_token)
-    return forward_batch_of(batch, counts, layout, bounds_are_exact), layout
-
-
 def forward_batch_of(
     batch: ScheduleBatch, counts: StepCounts, layout: RowLayout, bounds_are_exact: bool = False
 ) -> ForwardBatch:
-    """Makes the batch of the T rows of a step that is laid out."""
+    """Makes the batch of the T rows of a step that is laid out. `bounds_are_exact`: no length
+    depends on a result that the host has not read."""
     q_lens, lookahead = counts.q_lens, layout.lookahead
     bounds = [kv_len + fed for kv_len, fed in zip(batch.kv_lens_before, q_lens, strict=True)]
     return ForwardBatch(

@@ -214,7 +214,7 @@ class StepOps(Protocol):
         lookahead_token: int,
     ) -> RowLayout:
         """Sends the host's numbers of a step to the device, writes its entries of the page table
-        (`write_table`), then calls `lay_out_rows`."""
+        (`write_table`), then calls `lay_out_rows`. After `state.initialize(batch.new_rows)`."""
 
     def write_table(self, writes: PageTableWrites, pool: ReqToTokenPool) -> None:
         """Writes a step's entries of the page table."""

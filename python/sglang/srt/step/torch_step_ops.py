@@ -81,7 +81,7 @@ class TorchStepOps:
             tokens = state.tokens[rows, committed].to(torch.int64)
             place = torch.arange(num_reqs, device=table.device)
             reads = ReadRows(place, torch.zeros_like(place), place, kv_lens, rows)
-            return RowLayout(per_request, tokens, committed, slots, kv_lens, reads)
+            return RowLayout(per_request, tokens, committed, slots, kv_lens=kv_lens, reads=reads)
         is_packed = counts.packed is not None
         if is_packed:
             self._packing.pack(per_request, state, counts.num_rows)

@@ -113,7 +113,12 @@ class TritonRowPacking:
         confidence = state.confidence
         divided = self._division.divide(
             WantedRows(
-                least, num_drafts, num_masks, confidence.drafts, confidence.masks, per_request[0]
+                least,
+                num_drafts,
+                num_masks,
+                draft_confidence=confidence.drafts,
+                mask_confidence=confidence.masks,
+                rows=per_request[0],
             ),
             num_rows,
         )

@@ -37,7 +37,7 @@ from sglang.srt.step.triton_commit_run import commit_kernel, commit_run_kernel, 
 from sglang.srt.step.triton_layout import lay_out_kernel
 from sglang.srt.step.triton_row_packing import TritonRowPacking, can_pack
 from sglang.srt.step.triton_write_drafts import write_drafts
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, ScheduleBatch
 
 BLOCK = 128
 BLOCK_HIDDEN = 1024
@@ -239,8 +239,15 @@ class TritonStepOps:
             **self._launch,
         )  # fmt: skip
         input_ids, positions, slots = tokens.unbind()
-        read = ReadRows(*reads.unbind())
-        return RowLayout(per_request, input_ids, positions, slots, kv_lens, read, lookahead)
+        return RowLayout(
+            per_request,
+            input_ids,
+            positions,
+            slots,
+            kv_lens=kv_lens,
+            reads=ReadRows(*reads.unbind()),
+            lookahead=lookahead,
+        )
 
     def _lookahead(
         self, num_reqs: int, counts: StepCounts, trees: DraftTrees | None
@@ -367,13 +374,5 @@ class TritonStepOps:
 
 def warm_up_batch() -> ScheduleBatch:
     """A step of row 0 that feeds one pending token into the dummy slot."""
-    return ScheduleBatch(
-        rows=[0],
-        max_q_lens=[1],
-        num_prompt_tokens=[0],
-        emits=[True],
-        kv_lens_before=[0],
-        new_rows=[],
-        table_writes=PageTableWrites(np.zeros((3, 1), dtype=np.int64)),
-        all_greedy=True,
-    )
+    writes = PageTableWrites(np.zeros((3, 1), dtype=np.int64))
+    return ScheduleBatch([BatchRequest(row=0)], table_writes=writes, all_greedy=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -89,26 +89,40 @@ class LogprobPlan:
     prompts: LogprobQueries
 
 
-@dataclass(frozen=True, slots=True)
+class BatchRequest(NamedTuple):
+    """A request of a step, as the scheduler asks for it.
+
+    Attributes:
+        row: index in the request-to-token table.
+        max_q_len: rows that have slots, look-ahead included. A worker feeds all of them, or fewer
+            look-ahead rows.
+        num_prompt_tokens: how many of its first rows feed tokens that it was admitted with
+            (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
+        emits: the step accepts tokens of it (not so before the last prompt chunk).
+        kv_len_before: tokens with KV before the step, at most.
+    """
+
+    row: int
+    max_q_len: int = 1
+    num_prompt_tokens: int = 0
+    emits: bool = True
+    kv_len_before: int = 0
+
+
+@dataclass(frozen=True)
 class ScheduleBatch:
-    """One step of R requests, as the scheduler asks for it, those that feed a prompt first. Never
-    changed after it is built.
+    """One step of R requests, as the scheduler asks for it. Never changed after it is built.
 
     State that depends on the results of a step in flight (watermarks, pending tokens) is on the
     device, in each request's row.
 
     Attributes:
-        rows: R row indices.
-        max_q_lens: R counts of rows that have slots, look-ahead included. A worker feeds all of
-            them, or fewer look-ahead rows.
-        num_prompt_tokens: R counts: how many of a request's first rows feed tokens that it was
-            admitted with (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
-        emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
-        kv_lens_before: R counts of tokens with KV before the step, at most.
+        requests: those that feed a prompt come first. Their numbers are also there as columns:
+            `rows` and so on, R entries each.
         ended_texts: of requests that have ended since the step before; told to whoever wants them
             (`RequestRows.on_end`) before `new_rows` are applied, which may be the same rows.
         new_rows, table_writes: applied before anything else of the step.
-        all_greedy: whether every emitting request is greedy.
+        all_greedy: whether every emitting request is greedy; greedy ones may be drawn for as well.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
         logprobs: None when none are wanted.
         hidden_rows: rows whose last hidden states are returned. They may include rows that the
@@ -116,19 +130,35 @@ class ScheduleBatch:
         constraint: restricts the tokens of requests with a grammar; None: no request has one.
     """
 
-    rows: list[int]
-    max_q_lens: list[int]
-    num_prompt_tokens: list[int]
-    emits: list[bool]
-    kv_lens_before: list[int]
-    new_rows: list[NewRow]
-    table_writes: PageTableWrites
-    all_greedy: bool
+    requests: list[BatchRequest]
+    new_rows: list[NewRow] = field(default_factory=list)
+    table_writes: PageTableWrites = field(default_factory=PageTableWrites)
+    all_greedy: bool = False
     adjusts_logits: bool = False
     logprobs: LogprobPlan | None = None
     hidden_rows: list[RowRef] = field(default_factory=list)
     constraint: TokenConstraint | None = None
     ended_texts: list[EndedText] = field(default_factory=list)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        return [request.row for request in self.requests]
+
+    @cached_property
+    def max_q_lens(self) -> list[int]:
+        return [request.max_q_len for request in self.requests]
+
+    @cached_property
+    def num_prompt_tokens(self) -> list[int]:
+        return [request.num_prompt_tokens for request in self.requests]
+
+    @cached_property
+    def emits(self) -> list[bool]:
+        return [request.emits for request in self.requests]
+
+    @cached_property
+    def kv_lens_before(self) -> list[int]:
+        return [request.kv_len_before for request in self.requests]
 
     @property
     def scores_emitted(self) -> bool:
@@ -241,13 +271,13 @@ class GenerationBatchResult:
             token_ids,
             accept_lens,
             kept_lens,
-            HostLogprobs.of(emitted),
-            HostLogprobs.of(prompts),
-            hidden[0] if hidden else None,
-            drafts[0].tolist() if drafts else [],
-            self.tier,
-            paths[0].tolist() if paths else [],
-            self.record,
+            emitted_logprobs=HostLogprobs.of(emitted),
+            prompt_logprobs=HostLogprobs.of(prompts),
+            hidden_states=hidden[0] if hidden else None,
+            num_drafts=drafts[0].tolist() if drafts else [],
+            tier=self.tier,
+            paths=paths[0].tolist() if paths else [],
+            record=self.record,
         )
 
 

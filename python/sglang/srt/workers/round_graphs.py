@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -28,7 +27,6 @@ from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
 from sglang.srt.layers.forward_batch import ModelOutput
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
@@ -39,7 +37,7 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
 from sglang.srt.step.step_outputs import RunRows
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import BatchRequest, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
@@ -254,16 +252,8 @@ class RoundGraphs:
         return memory
 
     def _batch_of_padding(self, num_reqs: int) -> ScheduleBatch:
-        return ScheduleBatch(
-            rows=[self._table.padding_row] * num_reqs,
-            max_q_lens=[self._slots] * num_reqs,
-            num_prompt_tokens=[0] * num_reqs,
-            emits=[True] * num_reqs,
-            kv_lens_before=[0] * num_reqs,
-            new_rows=[],
-            table_writes=PageTableWrites(np.zeros((3, 0), dtype=np.int64)),
-            all_greedy=False,  # greedy requests are drawn for as well
-        )
+        padding = BatchRequest(self._table.padding_row, self._slots)
+        return ScheduleBatch([padding] * num_reqs, all_greedy=False)
 
     def verify(self, batch: ScheduleBatch, plan: StepPlan) -> VerifiedStep | None:
         """Runs a step of the worker, whose new rows have their state, up to the proposal; None if

@@ -29,7 +29,7 @@ from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
 from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, ExtendedStep, PlannedDrafter
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.constrained_step import ConstraintQuestion, ShortenedRows
-from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
+from sglang.srt.step.forward_inputs import forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     EMITS,
@@ -160,27 +160,22 @@ class TpModelWorker:
     def _run_pieces(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
         """A step whose models replay graphs of their own, if there are any for it."""
         runner, plan = self._runner, record.plan
-        inputs, layout = build_forward_batch(
-            runner.step_ops,
-            batch,
-            plan.counts,
-            self._state,
-            self._table,
-            plan.lookahead_token,
-            # Who may keep several tokens has more slots reserved than a plain step feeds rows, and
-            # the step in flight may have kept fewer than the bounds say.
-            bounds_are_exact=plan.is_plain and plan.counts.q_lens == batch.max_q_lens,
+        layout = runner.step_ops.lay_out(
+            batch, plan.counts, self._state, self._table, plan.lookahead_token
         )
+        # Who may keep several tokens has more slots reserved than a plain step feeds rows, and the
+        # step in flight may have kept fewer than the bounds say.
+        is_exact = plan.is_plain and plan.counts.q_lens == batch.max_q_lens
+        inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
+        run = RunRows(inputs, layout, step.accepted, drawing.output)
         result = _result(
             batch,
             record,
             drawing.given,
-            self._emitted_logprobs(step, drawing),
-            self._prompt_logprobs(batch, layout, inputs, step.forward),
-            hidden_states(
-                batch, RunRows(inputs, layout, step.accepted, drawing.output), self._capture
-            ),
+            emitted_logprobs=self._emitted_logprobs(step, drawing),
+            prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, step.forward),
+            hidden=hidden_states(batch, run, self._capture),
         )
         output = self._drafter.extend(step)
         self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
@@ -233,7 +228,15 @@ class TpModelWorker:
         given = accepted if shortened is None else shortened.shorten(accepted)
         if batch.adjusts_logits:
             self._record(inputs.rows, layout, chosen.targets, given)
-        step = ComputedStep(batch, plan, self._state, inputs, forward, chosen, accepted)
+        step = ComputedStep(
+            batch=batch,
+            plan=plan,
+            state=self._state,
+            inputs=inputs,
+            forward=forward,
+            chosen=chosen,
+            accepted=accepted,
+        )
         return step, _Drawing(output, given, shortened, logits, sampling, drawn)
 
     def _logits(
