@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import sglang
@@ -211,6 +212,7 @@ def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
     with sglang.Engine(
         model_path="demo",
         enable_return_hidden_states=True,
+        hidden_states_folder=str(tmp_path),
         log_requests=True,
         log_requests_target=str(log),
     ) as engine:
@@ -234,9 +236,17 @@ def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
         prompt_rows, *output_rows = meta["hidden_states"]
         assert (len(prompt_rows), len(output_rows)) == (num_prompt, 2)
         assert {len(row) for row in (*prompt_rows, *output_rows)} == {256}
+        meta = engine.generate("import os", params, return_hidden_states="file")["meta_info"]
+        path = Path(meta["hidden_states_file"])
+        rows = load_file(path)["hidden_states"]
+        assert rows.shape == (num_prompt + 2, 3, 256)
+        listed = torch.tensor([*prompt_rows, *output_rows])
+        torch.testing.assert_close(rows[:, -1], listed, rtol=1e-4, atol=1e-4)
+        assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(ValueError, match="retrun_logprob"):
             engine.generate("a", params, retrun_logprob=True)
-    assert log.read_text().count('"finish_reason":"length"') == 1
+    assert log.read_text().count('"finish_reason":"length"') == 2
+    assert list(tmp_path.iterdir()) == [log]
 
 
 def test_a_long_prompts_logits_are_computed_a_few_rows_at_a_time() -> None:

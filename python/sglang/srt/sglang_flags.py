@@ -298,6 +298,10 @@ _REFUSED = (
         "write a safetensors folder for --model-path",
         "custom_weight_loader modelexpress_config model_config_parser",
     ),
+    Entry(
+        "use --hidden-states-folder, and --hidden-states-layers to name layers",
+        "enable_return_aux_hidden_states return_aux_hidden_state_layer_ids",
+    ),
     Entry("change the folder's config.json", "json_model_override_args decrypted_config_file"),
     Entry(
         "start with the weights there are, send the new ones by /update_weights_from_*, then the"

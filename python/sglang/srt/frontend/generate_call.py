@@ -29,6 +29,8 @@ class Sample:
     Attributes:
         index: place in the client's answer.
         prompt_token_ids: for a client that wants them back.
+        hidden_file: path of its hidden states; None: it has none.
+        gave_file: an answer has named that path.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self.log_fields: dict[str, Any] | None = None
         self.prompt_token_ids: list[int] | None = None
+        self.hidden_file: str | None = None
+        self.gave_file = False
         self._lists = lists
         self._meter = RequestMeter(call.figures, call.start_time)
         self._text = ""
@@ -159,6 +163,9 @@ class Sample:
         }
         if self._lists.are_wanted:
             meta |= self._lists.meta_info(is_last=reason is not None)
+        if self.hidden_file is not None and reason is not None and not self.is_aborted:
+            meta["hidden_states_file"] = self.hidden_file
+            self.gave_file = True
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
         answer: dict[str, Any] = {"text": self._text} if self.call.has_text else {}

@@ -34,7 +34,7 @@ from sglang.srt.processes.child_process import (
     start_child_process,
 )
 from sglang.srt.processes.end_of_text import with_tokenizer_eos
-from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, MTP_IS_OFF, POOL_LIMIT
+from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, DTYPE_BYTES, MTP_IS_OFF, POOL_LIMIT
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
@@ -189,7 +189,8 @@ def _info(
     config: RuntimeConfig, runners: RunnerGroup, draft_models: Sequence[ModelConfig]
 ) -> SchedulerInfo:
     execution = config.execution
-    memory, runner = runners.memory, runners.target
+    memory, runner, dtype = runners.memory, runners.target, execution.dtype
+    hidden_layers = [*execution.capture.returned, config.model.num_layers]
     pool = memory.num_pages * execution.page_size
     in_pool = pool - config.needs.max_slots
     if execution.context_len <= in_pool:
@@ -206,6 +207,8 @@ def _info(
         eos_token_ids=list(config.model.eos_token_ids),
         mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
         mtp_refusal=None if config.drafter is None or config.mtp is not None else MTP_IS_OFF,
+        hidden_layers=hidden_layers,
+        hidden_row_bytes=len(hidden_layers) * config.model.hidden_size * DTYPE_BYTES[dtype],
         resolved={
             "path": config.model.folder,
             "device": execution.device,

@@ -75,7 +75,8 @@ class BatchResultProcessor:
             logprobs = reader.take_output_logprobs(req, accepted) if emits else []
             if req.finish_reason is None:
                 req.input_logprob_news += scores
-                req.add_hidden(hidden)
+                if hidden is not None:
+                    req.add_hidden(hidden)
                 num_kept = result.kept_lens[index]
                 if result.num_drafts and result.num_drafts[index]:
                     num_confirmed = result.accept_lens[index] - 1
@@ -102,7 +103,9 @@ class BatchResultProcessor:
         )
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """Ends a request and queues its last output."""
+        """Ends a request and queues its last output. Its file is complete then."""
+        if req.hidden_file is not None and reason.type != "abort":
+            reason = req.hidden_file.finish(req.num_hidden) or reason
         self._lifecycle.finish(req, reason)
         self._queue_output(req)
 

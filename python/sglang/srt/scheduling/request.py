@@ -6,11 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
+
 from sglang.srt.constrained.grammar_sessions import GrammarSession
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.scheduling.hidden_file import HiddenFile
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import BatchRequest, GenerationBatchResult
 from sglang.srt.tokenizer import StopFinder
@@ -36,6 +39,7 @@ class Req:
             of them emit.
         row_is_new: the device does not know the request's row yet.
         num_scored, num_scores_read: prompt positions whose logprobs have been launched; read.
+        hidden_file: takes its hidden states instead of the answer; None: none does.
         num_hidden: positions whose hidden states have been read.
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_proposed_drafts, accept_histogram: see `ReqOutput`.
@@ -61,6 +65,7 @@ class Req:
     streams: bool = False
     logprobs: LogprobOptions | None = None
     hidden_states: HiddenStates = "none"
+    hidden_file: HiddenFile | None = None
     stop_finder: StopFinder | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -152,10 +157,13 @@ class Req:
         self.accept_histogram += [0] * missing
         self.accept_histogram[num_confirmed] += 1
 
-    def add_hidden(self, states: list[bytes]) -> None:
-        """Adds the hidden states of the next positions."""
-        self.hidden_news += states
+    def add_hidden(self, states: torch.Tensor) -> None:
+        """Adds the hidden states of the next positions, see `HostResult`."""
         self.num_hidden += len(states)
+        if self.hidden_file is not None:
+            self.hidden_file.add(states)
+        else:
+            self.hidden_news += [row.tobytes() for row in states[:, -1].float().numpy()]
 
     def drop_hidden_past_output(self) -> None:
         """Drops hidden states of rows that a step kept past the stop. One state stays for each
@@ -165,8 +173,9 @@ class Req:
             wanted += len(self.input_ids) - 1
         excess = self.num_hidden - wanted
         if excess > 0:
-            del self.hidden_news[-excess:]
             self.num_hidden -= excess
+            if self.hidden_file is None:
+                del self.hidden_news[-excess:]
 
     @property
     def known_ids(self) -> list[int]:
