@@ -8,14 +8,17 @@ inflated into a real geometry.
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmark.goals import MIN_HTTP_OVER_ENGINE, MIN_PAIRED_MEDIAN
+from benchmark.goals import MIN_HIDDEN_OVER_OWN_KIND, MIN_HTTP_OVER_ENGINE, MIN_PAIRED_MEDIAN
 from benchmark.paired import Pair
 from benchmark.stream_ways import ROUTES
 from benchmark.ways import EngineWay
+from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
@@ -176,6 +179,30 @@ def beside_own_kind(names: Sequence[str]) -> list[Pair]:
     return [(name, name.split(", ")[0]) for name in names if name.split(", ")[0] != name]
 
 
+# ---------------------------------------------------------------- hidden states
+
+_MOST_BYTES = 16 << 30  # of files that wait to be removed
+
+
+def roomy_folder() -> str:
+    """Names shared memory if it has room for the files, else the folder for temporary files."""
+    is_usable = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > _MOST_BYTES
+    return str(SHARED_MEMORY) if is_usable else tempfile.gettempdir()
+
+
+_STEPS = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
+_FOLDER = {"hidden_states_folder": roomy_folder(), "max_hidden_states_bytes": _MOST_BYTES}
+_FILES = {"return_hidden_states": "file"}
+HIDDEN_WAYS = {
+    PLAIN: EngineWay(),
+    f"{PLAIN}, not asked for": EngineWay(flags=_FOLDER),
+    f"{PLAIN}, hidden states": EngineWay(flags=_FOLDER, fields=_FILES),
+    DRAFTED: EngineWay(is_drafted=True, flags=_STEPS),
+    f"{DRAFTED}, hidden states": EngineWay(
+        is_drafted=True, flags={**_STEPS, **_FOLDER}, fields=_FILES
+    ),
+}
+
 EXPERIMENTS = {
     "mtp": Experiment(
         question="Is multi-token prediction that heeds the load ever slower than plain decoding?",
@@ -217,6 +244,15 @@ EXPERIMENTS = {
         requests=(64, 128),
         pairs=beside_own_kind,
         asked={name: 0.95 for name in ANSWER_WAYS if "top" not in name},
+    ),
+    "hidden_states": Experiment(
+        question="What do files of the hidden states that EAGLE-3 reads cost?",
+        ways=HIDDEN_WAYS,
+        requests=(64,),
+        texts={"new": Text(is_new=True)},  # a cached prefix has no states, so none would be used
+        pairs=beside_own_kind,
+        asked=dict.fromkeys((n for n in HIDDEN_WAYS if "," in n), MIN_HIDDEN_OVER_OWN_KIND),
+        algorithm="EAGLE3",
     ),
     "http": Experiment(
         question="What does HTTP take of an Engine's streams?",

@@ -33,7 +33,8 @@ from benchmark.inflate import (
     plan_inflation,
 )
 from benchmark.random_model import LLAMA_8B, Geometry
-from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
+from sglang.srt.head_config import load_head_config
+from sglang.srt.head_layouts import EAGLE, EAGLE3
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
 from sglang.srt.model_loader.weight_files import read_directory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import tempfile
@@ -102,7 +103,7 @@ def start_engines(
 
 @dataclass(frozen=True)
 class Asked:
-    """An Engine that is asked with more fields.
+    """An Engine that is asked with more fields. Files of hidden states are removed unread.
 
     Attributes:
         fields: of each request.
@@ -116,9 +117,12 @@ class Asked:
 
     async def async_generate(self, *, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
         salt: dict[str, Any] = {"cache_salt": str(next(self._numbers))} if self.is_salted else {}
-        return await self.engine.async_generate(
+        answer = await self.engine.async_generate(
             input_ids=input_ids, sampling_params=sampling_params, **self.fields, **salt
         )
+        if isinstance(answer, dict) and (path := answer["meta_info"].get("hidden_states_file")):
+            await asyncio.to_thread(Path(path).unlink)
+        return answer
 
     async def async_abort_request(self, *, abort_all: bool) -> int:
         return await self.engine.async_abort_request(abort_all=abort_all)

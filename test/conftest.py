@@ -13,7 +13,7 @@ import pytest
 
 from sglang.srt.garbage import keep_out_of_collections
 from target import TARGET, use_flags_as_defaults
-from turns import chosen, is_rest
+from turns import case_of, chosen, is_rest
 
 # Files of which one process runs all, so that their servers and engines are started once: the
 # fixtures `target` and `openai_server`.
@@ -100,16 +100,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the half of long matrices that TEST_TURN does not choose."""
+    """Leaves out the cases of long matrices that TEST_TURN does not choose."""
     turn = os.environ.get("TEST_TURN", "all")
     if turn == "all":
         return
-    long = {item.nodeid for item in items if item.get_closest_marker("long_matrix")}
-    taken = chosen(turn, sorted(long))
+    cases = [case_of(item) for item in items]
+    taken = chosen(turn, sorted({case for case in cases if case is not None}))
     if not is_rest(turn):
-        taken |= {item.nodeid for item in items} - long
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
-    items[:] = [item for item in items if item.nodeid in taken]
+        taken.add(None)
+    pairs = list(zip(items, cases, strict=True))
+    config.hook.pytest_deselected(items=[item for item, case in pairs if case not in taken])
+    items[:] = [item for item, case in pairs if case in taken]
 
 
 def pytest_unconfigure() -> None:

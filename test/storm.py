@@ -3,6 +3,7 @@
     python test/storm.py --seconds 180           # random rounds; prints the seed of one that fails
     python test/storm.py --seed 12345 --rounds 1 # that round again
     python test/storm.py --heads --seconds 180   # only rounds with a head or a draft model
+    python test/storm.py --swaps 1000            # those, whose weights change 1,000 times meanwhile
 
 A round draws a configuration, three of ten with a draft head, then requests and control calls of
 every kind at random steps. Its seed decides all of it: time, threads and what a device would do are
@@ -42,10 +43,14 @@ def run_rounds(
     min_rounds: int,
     max_rounds: int | None = None,
     heads_only: bool = False,
+    num_swaps: int = 0,
     show: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
     """Rounds of consecutive seeds until the time is up, or of those whose rounds have a draft head;
     returns what there was to see.
+
+    Args:
+        num_swaps: go on until the weights of heads have changed so often; 0: they never do.
 
     Raises:
         StormFailure: naming the seed of the round.
@@ -55,18 +60,22 @@ def run_rounds(
     seeds = (seed for seed in itertools.count(first_seed) if has_head(seed) or not heads_only)
     for number, seed in enumerate(seeds):
         now = time.monotonic()
-        if (number >= min_rounds and now - start >= seconds) or number == max_rounds:
+        is_over = number >= min_rounds and now - start >= seconds
+        if (is_over and seen["head swaps"] >= num_swaps) or number == max_rounds:
             return seen
         try:
             with jumping_tiers():
-                seen += Round(seed, models).run_round()
+                seen += Round(seed, models, num_swaps > 0).run_round()
         except Exception as error:
-            command = f"python test/storm.py --seed {seed} --rounds 1"
+            swaps = f" --swaps {num_swaps}" if num_swaps else ""
+            command = f"python test/storm.py --seed {seed} --rounds 1{swaps}"
             raise StormFailure(f"{type(error).__name__}: {error}\nAgain: {command}") from error
         seen["rounds"] += 1
         if now - last > 10:
             last = now
-            shown = Counter({name: seen[name] for name in ("rounds", "requests", "tokens")})
+            shown = Counter(
+                {name: seen[name] for name in ("rounds", "requests", "tokens", "head swaps")}
+            )
             show(f"{now - start:4.0f} s, next seed {seed + 1}: {summary(shown)}")
     raise AssertionError
 
@@ -81,6 +90,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first round; drawn if left out")
     parser.add_argument("--rounds", type=int, help="this many instead of a time")
     parser.add_argument("--heads", action="store_true", help="only rounds with a draft head")
+    parser.add_argument("--swaps", type=int, default=0, help="changes of heads' weights")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # leases that run out
@@ -90,7 +100,14 @@ def main() -> int:
         models = TinyModels(Path(directory))
         try:
             seen = run_rounds(
-                models, seed, args.seconds, args.rounds or 1, args.rounds, args.heads, print
+                models,
+                seed,
+                0.0 if args.swaps else args.seconds,
+                args.rounds or 1,
+                args.rounds,
+                args.heads or args.swaps > 0,
+                args.swaps,
+                print,
             )
         except StormFailure:
             traceback.print_exc()

@@ -130,6 +130,7 @@ def test_noise_bits(library: KernelLibrary) -> None:
 
 
 # Types differ in how a row is read, spreads in how many tokens the filters keep.
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("size", "dtype", "spread"),
     [

@@ -24,6 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 from serving_utils import environ, free_port, wait_until
 from sglang.srt.model_config import resolve_model_path
 
+pytestmark = pytest.mark.long_matrix
+
 PROMPT = [40, 50, 60, 70]
 GROUP = "update_weight_group"
 NUM_LONG = 80

@@ -21,6 +21,8 @@ from serving_utils import (
 )
 from sglang import Engine
 
+pytestmark = pytest.mark.long_matrix
+
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
 
@@ -46,7 +48,6 @@ def unusual_server(
 # ---------------------------------------------------------------- the server
 
 
-@pytest.mark.long_matrix
 def test_full_server_of_requests_that_do_not_stream_is_healthy(model_dir: Path) -> None:
     """One runs, one waits, and the next would be refused: probes too, yet tokens are made."""
     flags = ("--max-running-requests", "1", "--max-queued-requests", "1", "--skip-server-warmup")
@@ -106,7 +107,6 @@ def test_server_starts_with_a_temporary_directory_too_long_for_sockets(
 # ---------------------------------------------------------------- the Engine
 
 
-@pytest.mark.long_matrix
 def test_engine_whose_receiving_ends_answers_everyone(model_dir: Path) -> None:
     with Engine(model_path=str(model_dir), load_format="dummy") as engine:
         check_that_everyone_is_answered(engine)

@@ -6,10 +6,11 @@ import pytest
 
 from http_storm import storm_over_http
 
+pytestmark = pytest.mark.long_matrix
+
 SECONDS = 3.0
 
 
-@pytest.mark.long_matrix
 def test_texts_and_memory_survive_a_storm_over_http() -> None:
     seen = storm_over_http(0, SECONDS)
     wanted = ("length", "cancelled", "wrong bodies", "pauses", "stops", "half-closed")

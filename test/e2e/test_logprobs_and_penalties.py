@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import sglang
@@ -17,6 +18,8 @@ from sglang.srt.layers.logprobs import LogprobQueries, query_prompt_logprobs
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
 from utils import Collected, RandomBudget, SchedulerHarness, Setup, make_model_worker
+
+pytestmark = pytest.mark.long_matrix
 
 TOLERANCE = 1e-4
 CHOSEN = [5, 300, 4000]
@@ -74,7 +77,6 @@ def compare(position: PositionLogprobs, expected: torch.Tensor, token: int) -> N
     assert position.chosen == pytest.approx(chosen, abs=TOLERANCE)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("temperature", "variant"),
     [*((0.0, variant) for variant in VARIANTS), (0.7, "overlap"), (0.7, "small pool")],
@@ -108,7 +110,6 @@ def test_logprobs_equal_transformers(
                 check(oracle, prompt, result, start, temperature or 1.0)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str) -> None:
     harness = harness_of(path, **VARIANTS[variant])
@@ -135,7 +136,6 @@ def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str)
             )
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_penalties_survive_several_accepted_tokens_per_step(
     path: Path, penalized: list[list[int]], variant: str
@@ -191,7 +191,6 @@ def unpenalized(path: Path) -> list[list[int]]:
     return harness.generate(PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_penalties_survive_every_schedule(
     path: Path, penalized: list[list[int]], unpenalized: list[list[int]], variant: str
@@ -208,12 +207,12 @@ def test_penalties_survive_every_schedule(
     assert unpenalized != penalized
 
 
-@pytest.mark.long_matrix
 def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     with sglang.Engine(
         model_path="demo",
         enable_return_hidden_states=True,
+        hidden_states_folder=str(tmp_path),
         log_requests=True,
         log_requests_target=str(log),
     ) as engine:
@@ -237,9 +236,17 @@ def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
         prompt_rows, *output_rows = meta["hidden_states"]
         assert (len(prompt_rows), len(output_rows)) == (num_prompt, 2)
         assert {len(row) for row in (*prompt_rows, *output_rows)} == {256}
+        meta = engine.generate("import os", params, return_hidden_states="file")["meta_info"]
+        path = Path(meta["hidden_states_file"])
+        rows = load_file(path)["hidden_states"]
+        assert rows.shape == (num_prompt + 2, 3, 256)
+        listed = torch.tensor([*prompt_rows, *output_rows])
+        torch.testing.assert_close(rows[:, -1], listed, rtol=1e-4, atol=1e-4)
+        assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(ValueError, match="retrun_logprob"):
             engine.generate("a", params, retrun_logprob=True)
-    assert log.read_text().count('"finish_reason":"length"') == 1
+    assert log.read_text().count('"finish_reason":"length"') == 2
+    assert list(tmp_path.iterdir()) == [log]
 
 
 def test_a_long_prompts_logits_are_computed_a_few_rows_at_a_time() -> None:

@@ -14,6 +14,8 @@ from mtp_oracle import greedy_outputs
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.long_matrix
+
 NUM_TOKENS = 48
 PROMPTS = ["import os\n", "def add(a, b):\n    return a + b\n\n\n" * 8, "[0, 0, 0, 0, 0, 0, 0,"]
 UNKNOWN = "class Queue:\n    def __init__"  # not in the corpus
@@ -68,7 +70,6 @@ def test_a_corpus_with_the_answer_helps_the_first_request(
     assert known > 6 > unknown
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("flags", [TREES, TREES | PROB], ids=["BFS", "PROB"])
 def test_trees_with_a_budget_of_the_corpus(
     right: list[list[int]], corpus: str, flags: dict[str, Any]
@@ -83,7 +84,6 @@ def test_trees_with_a_budget_of_the_corpus(
     assert 1.5 < given[0]["meta_info"]["spec_accept_length"] <= 12
 
 
-@pytest.mark.long_matrix
 def test_a_file_that_is_no_corpus_ends_the_start_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("import os\n")

@@ -14,9 +14,10 @@ from browser import Page, find_browser, open_browser
 from serving_utils import ENDLESS_DEMO, RunningServer, free_port, running_server
 
 BROWSER = find_browser()
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="there is no Chromium: apt-get install chromium"
-)
+pytestmark = [
+    pytest.mark.long_matrix,
+    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium: apt-get install chromium"),
+]
 USER_KEY, ADMIN_KEY = "every-user", "only-the-admin-ß"
 FLAGS = ("--api-key", USER_KEY, "--admin-api-key", ADMIN_KEY)
 NUM_STREAMS = 20
@@ -176,7 +177,6 @@ def test_nobody_is_asked_while_the_page_is_hidden(page: Page) -> None:
     assert len(page.requested_urls()) > num_asked
 
 
-@pytest.mark.long_matrix
 def test_the_page_goes_on_after_a_restart_and_says_so(page: Page, servers: Servers) -> None:
     set_parameters(page, **ENDLESS_DEMO)
     page.click("send")

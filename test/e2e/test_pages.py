@@ -31,6 +31,8 @@ from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.server_args import parse_cli
 from speculation_flags_cases import PLATFORM
 
+pytestmark = pytest.mark.long_matrix
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NOT_RUN = {  # by page: what a page marks as not run everywhere; the list may only shrink
     "README.md": 1,

@@ -20,6 +20,8 @@ from serving_utils import (
     wait_for_waiting,
 )
 
+pytestmark = pytest.mark.long_matrix
+
 NUM_NEW = 100
 LONG = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 
@@ -195,7 +197,6 @@ def test_flush_with_a_timeout_waits_for_running_requests(server: RunningServer) 
         assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-@pytest.mark.long_matrix
 def test_new_requests_get_503_where_that_is_wanted_and_a_paused_server_ends_on_request() -> None:
     flags = ("--paused-requests", "reject", "--shutdown-timeout-s", "0.3")
     with running_server("demo", *flags) as server, ThreadPoolExecutor(1) as pool:

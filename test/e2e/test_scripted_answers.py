@@ -21,6 +21,8 @@ from sglang.srt.frontend.body_parsing import parse_struct
 from sglang.srt.function_call.formats import CALL_FORMATS
 from sglang.srt.parser.reasoning_parser import REASONING_FORMATS
 
+pytestmark = pytest.mark.long_matrix
+
 Body = dict[str, Any]
 PARIS, CET = ("get_weather", {"city": "Paris"}), ("get_time", {"zone": "CET"})
 OPEN = "<think>\n"

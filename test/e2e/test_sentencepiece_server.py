@@ -12,6 +12,8 @@ import pytest
 from sentencepiece_models import make_sentencepiece_dir
 from serving_utils import DUMMY, RunningServer, events, running_server
 
+pytestmark = pytest.mark.long_matrix
+
 WORDS = {"regex": "( (hello|world|é|fox|😀)){2,4}"}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 

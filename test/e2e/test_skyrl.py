@@ -22,6 +22,8 @@ from sglang.srt.model_config import resolve_model_path
 from target import TARGET
 from trainer_group import trainers_group
 
+pytestmark = pytest.mark.long_matrix
+
 PROMPTS = [[40, 50, 60, 70], [80, 90]]
 NORM = "model.norm.weight"
 PROGRAM = """

@@ -37,6 +37,8 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from target import TARGET
 from trainer_group import trainers_group
 
+pytestmark = pytest.mark.long_matrix
+
 PROMPT = [40, 50, 60, 70]
 GROUP = "slime-pp_0"
 NORM = "model.norm.weight"

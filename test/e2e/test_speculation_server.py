@@ -6,14 +6,18 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save
 
 import sglang
 from draft_heads import Sizes, eagle_config, eagle_shapes, random_tensors, write_head
 from mtp_oracle import greedy_outputs
 from serving_utils import RunningServer, running_server
+
+pytestmark = pytest.mark.long_matrix
 
 NUM_TOKENS = 48
 SIZES = Sizes(256, 64, 2, 1, 128, 4096, 4096)
@@ -125,7 +129,6 @@ def metrics_of(server: RunningServer) -> dict[tuple[str, str], float]:
     }
 
 
-@pytest.mark.long_matrix
 def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
     right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +147,41 @@ def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
     ) as engine:
         answers = [engine.generate(prompt, params) for prompt in PROMPTS]
     assert [answer["output_ids"] for answer in answers] == right
+
+
+def test_the_head_changes_and_tokens_do_not(
+    server: RunningServer, right: list[list[int]], tmp_path: Path
+) -> None:
+    """By raw bytes, from a folder, with the target in one session; the answers say which."""
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+    body = {"text": PROMPTS, "sampling_params": params}
+    tensors = random_tensors(eagle_shapes(SIZES), seed=3)
+    folder = write_head(tmp_path / "new", eagle_config(SIZES), tensors)
+    raw = {"content-type": "application/octet-stream"}
+    path = "/update_weights_from_tensor?selector=draft&weight_version=h1"
+    answer = server.client.post(path, content=save(tensors), headers=raw).json()
+    assert (answer["message"], answer["draft_weight_version"]) == ("Weights updated.", "h1")
+    got = server.post("/get_weights_by_name", {"name": "draft.fc.weight", "truncate_size": 1})
+    assert got.json() == tensors["fc.weight"][:1].tolist()
+    for changes, version, stays in (
+        ({"model_path": "demo", "weight_version": "t2"}, ("t2", "h1"), True),
+        ({"model_path": str(folder), "selector": "draft"}, ("t2", "h1"), False),
+        ({"model_path": "demo", "draft_model_path": str(folder)}, ("t2", "h1"), False),
+    ):
+        answer = server.post("/update_weights_from_disk", changes).json()
+        assert answer["success"]
+        assert ("draft model keeps its own" in answer["message"]) == stays
+        state = server.client.get("/server_info").json()["internal_states"][0]
+        assert (state["weight_version"], state["draft_weight_version"]) == version
+    answers = server.post("/generate", body).json()
+    assert [answer["output_ids"] for answer in answers] == right
+    for answer in answers:
+        span = {"version": "h1", "start": 0, "end": NUM_TOKENS}
+        assert answer["meta_info"]["draft_weight_versions"] == [span]
+        assert answer["meta_info"]["weight_version"] == "t2"
+    wrong = server.post("/update_weights_from_disk", {"model_path": "demo", "selector": "draft"})
+    assert wrong.status_code == 400
+    assert "does not know" in wrong.json()["message"]
 
 
 def test_multi_token_prediction_is_refused_with_the_reason(server: RunningServer) -> None:

@@ -25,6 +25,8 @@ from serving_utils import (
     wait_until,
 )
 
+pytestmark = pytest.mark.long_matrix
+
 AT_ONCE_S = 2.0
 READ = ("/metrics", "/server_info", "/v1/loads", "/get_load")
 CHANGE = (
@@ -56,7 +58,6 @@ def refusal(server: RunningServer, method: str, path: str) -> str:
     return str(answer.json()["message"])
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
 def test_every_route_answers_at_once_and_names_the_stopped_process(
     server: RunningServer, victim: str
@@ -84,7 +85,6 @@ def test_every_route_answers_at_once_and_names_the_stopped_process(
     assert server.generate().status_code == 200
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
 def test_requests_wait_for_a_stopped_process_and_lose_nothing(
     server: RunningServer, victim: str

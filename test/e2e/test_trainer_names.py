@@ -25,6 +25,8 @@ from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.utils import MultiprocessingSerializer, get_open_port
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+pytestmark = pytest.mark.long_matrix
+
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 NORM = "model.norm.weight"
 ROWS = "model.layers.0.self_attn.k_proj.weight"  # of a fused weight
@@ -92,7 +94,6 @@ def test_the_adapter_controls_its_server(adapter: HttpServerEngineAdapter) -> No
     assert isinstance(adapter, EngineBase)
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("serialize", [MultiprocessingSerializer.serialize, pickle_of])
 @pytest.mark.parametrize("is_bucket", [False, True])
 def test_what_a_trainer_serializes_changes_what_serves(
@@ -192,7 +193,6 @@ def test_no_other_server_is_taken_for_its_own(adapter: HttpServerEngineAdapter) 
         HttpServerEngineAdapter(adapter.server_args)
 
 
-@pytest.mark.long_matrix
 def test_launch_server_serves_until_it_is_told_to_stop(model_dir: Path) -> None:
     program = (
         "import sys\n"

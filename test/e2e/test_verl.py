@@ -49,6 +49,8 @@ from sglang.srt.utils.common import add_prometheus_middleware
 from sglang.srt.weight_sync.utils import update_weights
 from target import TARGET
 
+pytestmark = pytest.mark.long_matrix
+
 PROMPT = [5, 6, 7, 8, 9]
 NORM, ROWS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
 HOST = "127.0.0.1"
@@ -269,12 +271,16 @@ async def check_routes(client: httpx.AsyncClient) -> None:
         assert "/generate with input_ids" in message
 
 
-async def check_death(manager: LauncherManager) -> None:
-    """A launcher's calls fail once a process of the server has."""
+async def check_death(manager: LauncherManager, others: list[psutil.Process]) -> None:
+    """A launcher's calls fail once a process of the server has.
+
+    Args:
+        others: children of this process, of engines that other tests have started.
+    """
     running = asyncio.create_task(rollout(manager, max_new_tokens=5_000, ignore_eos=True))
     await asyncio.sleep(0.05)
-    everyone = psutil.Process().children()
-    children = [child for child in everyone if child.status() != psutil.STATUS_ZOMBIE]
+    children = [child for child in psutil.Process().children() if child not in others]
+    children = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     [scheduler] = [child for child in children if "scheduler_process" in child.cmdline()[-1]]
     [detokenizer] = [child for child in children if "detokenizer_process" in child.cmdline()[-1]]
     scheduler.kill()
@@ -288,13 +294,15 @@ def test_a_rollout_server_generates_and_takes_new_weights(
 ) -> None:
     args = ServerArgs(**rollout_args(model_dir, mtp_mask_token_id=2, max_total_tokens=16_384))
 
+    others = psutil.Process().children()
+
     async def train() -> None:
         async with rollout_server(args) as (manager, client):
             before = await check_rollouts(manager, client)
             await check_pause_and_memory(manager, client)
             await check_weights(manager, client, before, mesh)
             await check_routes(client)
-            await check_death(manager)
+            await check_death(manager, others)
 
     asyncio.run(train())
 

@@ -31,6 +31,8 @@ from serving_utils import (
 )
 from sglang.srt.model_config import resolve_model_path
 
+pytestmark = pytest.mark.long_matrix
+
 PROMPTS = ["def add(a, b):\n    ", "import os\n", "class Queue:\n    def __init__"]
 PARAMS = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 NUM_NEW = 100
@@ -130,7 +132,6 @@ def outputs(server: RunningServer) -> list[list[int]]:
 # ---------------------------------------------------------------- sources
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("flush", [True, False])
 @pytest.mark.parametrize("mode", [None, "abort", "retract", "in_place"])
 def test_weights_from_disk(
@@ -154,7 +155,6 @@ def test_weights_from_disk(
     assert outputs(server) == new_outputs
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("how", ["octets", "base64", "shared memory"])
 def test_weights_from_tensors(
     server: RunningServer,
@@ -262,7 +262,6 @@ def test_a_rolled_back_session_never_serves(
     assert server.post("/commit_weight_update").status_code == 400
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
@@ -297,7 +296,6 @@ def test_bad_calls_are_400_with_the_reason_and_change_nothing(
     assert outputs(server) == old_outputs
 
 
-@pytest.mark.long_matrix
 @pytest.mark.parametrize("fault", ["name", "shape", "type", "head"])
 def test_weights_that_do_not_fit_are_refused_whole(
     server: RunningServer,

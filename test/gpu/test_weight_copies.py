@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.model_loader.weight_copies import WeightCopies
-from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
+from sglang.srt.weight_sync.weight_store import WeightStore
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -68,9 +69,9 @@ def test_a_tied_head_is_compared_with_the_embedding_that_serves() -> None:
     config = load_model_config("demo")
     model = load_model(config, "auto", 64, torch.bfloat16, "cuda")
     store, embedding = WeightStore(model, config), model.get_parameter(EMBEDDING).cpu()
-    store.apply(store.from_tensors([(HEAD, embedding)]))
+    store.apply(store.reader.from_tensors([(HEAD, embedding)]))
     with pytest.raises(WeightUpdateError, match=HEAD):
-        store.apply(store.from_tensors([(HEAD, -embedding)]))
+        store.apply(store.reader.from_tensors([(HEAD, -embedding)]))
     assert torch.equal(model.get_parameter(HEAD).cpu(), embedding)
 
 

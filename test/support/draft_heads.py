@@ -60,11 +60,11 @@ def eagle3_shapes(sizes: Sizes, layer: str = "midlayer.") -> Shapes:
 
 
 def eagle_shapes(sizes: Sizes) -> Shapes:
-    """Tensors of yuhuili/EAGLE-LLaMA3.1-Instruct-8B, at any size."""
+    """Tensors of yuhuili/EAGLE-LLaMA3.1-Instruct-8B, at any size, but for its copy of the target's
+    embedding."""
     dtype, size, mlp = torch.float32, sizes.hidden, sizes.intermediate
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
-        "embed_tokens.weight": (dtype, [sizes.vocab, size]),
         "fc.weight": (dtype, [size, 2 * size]),
         "layers.0.self_attn.q_proj.weight": (dtype, [q, size]),
         "layers.0.self_attn.k_proj.weight": (dtype, [kv, size]),
@@ -126,6 +126,10 @@ def random_tensors(shapes: Shapes, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """`t2d` is made to fit `d2t`."""
+    if "t2d" in tensors and "d2t" in tensors:
+        tensors["t2d"].zero_()
+        tensors["t2d"][tensors["d2t"] + torch.arange(len(tensors["d2t"]))] = True
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / FILE)
@@ -147,57 +151,87 @@ class Oracle:
 
     Args:
         embedding, output: [vocab, hidden]; the target's.
+        facts: of its forward pass, by names of entries; those of the folder's config.json if None.
+        tensors: by the names that flat folders have; those of the folder if None.
     """
 
-    def __init__(self, folder: Path, embedding: torch.Tensor, output: torch.Tensor) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
+    def __init__(
+        self,
+        folder: Path,
+        embedding: torch.Tensor,
+        output: torch.Tensor,
+        facts: dict[str, Any] | None = None,
+        tensors: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.config = facts or json.loads((folder / "config.json").read_text())
         self.tensors = {
-            name.replace("layers.0.", "").replace("midlayer.", ""): tensor
-            for name, tensor in load_file(folder / FILE).items()
+            name.replace("midlayer.", "layers.0."): tensor
+            for name, tensor in (tensors or load_file(folder / FILE)).items()
         }
         self.embedding, self.output = embedding, output
-        self.is_eagle3 = "hidden_norm.weight" in self.tensors
+        self.is_eagle3 = "layers.0.hidden_norm.weight" in self.tensors
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """The hidden input of a prompt's rows, of a target's hidden states."""
-        return taps @ self.tensors["fc.weight"].T if self.is_eagle3 else taps
+        if not self.is_eagle3:
+            return taps
+        if self.config.get("norm_before_fc"):
+            taps = self._norm(taps, "input_norm")
+        if self.config.get("fc_norm"):
+            count = sum(name.startswith("fc_norm.") for name in self.tensors)
+            each = enumerate(taps.chunk(count, dim=1))
+            taps = torch.cat([self._norm(tap, f"fc_norm.{i}") for i, tap in each], dim=1)
+        return self._linear(taps, "fc")
 
     def run(self, tokens: list[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Carried hidden states [T, hidden] and logits [T, tokens] of a whole sequence, whose
         hidden inputs are [T, hidden]."""
-        embedded, weights = self.embedding[tokens], self.tensors
+        embedded = self.tensors.get("embed_tokens.weight", self.embedding)[tokens]
         if self.is_eagle3:
-            normed = self._norm(embedded, "input_layernorm"), self._norm(hidden, "hidden_norm")
-            x, residual = torch.cat(normed, dim=1), hidden
+            normed = self._norm(hidden, "layers.0.hidden_norm")
+            x = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=1)
+            residual = normed if self.config.get("norm_before_residual") else hidden
         else:
-            x = torch.cat((embedded, hidden), dim=1) @ weights["fc.weight"].T
-            x = residual = x + weights.get("fc.bias", torch.zeros(x.shape[1]))
-        residual = residual + self._attention(x)
-        y = self._norm(residual, "post_attention_layernorm")
-        gate, up = (y @ weights[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        out = residual + (gate * torch.sigmoid(gate) * up) @ weights["mlp.down_proj.weight"].T
+            x = residual = self._linear(torch.cat((embedded, hidden), dim=1), "fc")
+        for layer in range(1 + max(int(n.split(".")[1]) for n in self.tensors if "layers." in n)):
+            at = f"layers.{layer}."
+            if layer:
+                x = self._norm(residual, f"{at}input_layernorm")
+            residual = residual + self._attention(x, f"{at}self_attn.")
+            y = self._norm(residual, f"{at}post_attention_layernorm")
+            gate, up = (self._linear(y, f"{at}mlp.{name}_proj") for name in ("gate", "up"))
+            residual = residual + self._linear(
+                gate * torch.sigmoid(gate) * up, f"{at}mlp.down_proj"
+            )
+        head = self.tensors.get("lm_head.weight", self.output)
         if not self.is_eagle3:
-            return out, out @ self.output.T
-        normed = self._norm(out, "norm")
-        head = weights.get("lm_head.weight", self.output)
-        return (normed if self.config.get("norm_output") else out), normed @ head.T
+            return residual, residual @ head.T
+        last = self._norm(residual, "norm")
+        return (last if self.config.get("norm_output") else residual), last @ head.T
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        x = x @ self.tensors[f"{name}.weight"].T
+        return x + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else x
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        mean = x.pow(2).mean(dim=1, keepdim=True)
+        mean = x.pow(2).mean(dim=-1, keepdim=True)
         return x / (mean + self.config["rms_norm_eps"]).sqrt() * self.tensors[f"{name}.weight"]
 
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, at: str) -> torch.Tensor:
         count, config = len(x), self.config
         num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        q, k, v = (x @ self.tensors[f"self_attn.{name}_proj.weight"].T for name in "qkv")
-        q, k = (self._rotate(each.view(count, -1, q.shape[1] // num_heads)) for each in (q, k))
+        q, k, v = (self._linear(x, f"{at}{name}_proj") for name in "qkv")
+        q, k = (each.view(count, -1, q.shape[1] // num_heads) for each in (q, k))
+        if f"{at}q_norm.weight" in self.tensors:
+            q, k = self._norm(q, f"{at}q_norm"), self._norm(k, f"{at}k_norm")
+        q, k = self._rotate(q), self._rotate(k)
         v = v.view(count, num_kv_heads, -1)
         k, v = (each.repeat_interleave(num_heads // num_kv_heads, dim=1) for each in (k, v))
         scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
         later = torch.ones(count, count, dtype=torch.bool).triu(1)
         shares = scores.masked_fill(later, -torch.inf).softmax(dim=2)
         attended = torch.einsum("hts,shd->thd", shares, v).reshape(count, -1)
-        return attended @ self.tensors["self_attn.o_proj.weight"].T
+        return self._linear(attended, f"{at}o_proj")
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, heads, head_dim] at positions 0 to T - 1: pairs (i, i + head_dim / 2)."""

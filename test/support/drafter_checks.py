@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.control.control import ModelResources
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
+from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.scheduling.request import HiddenStates
 from sglang.srt.speculative.drafter import ComputedStep
@@ -163,7 +163,7 @@ def drafter_harness(
     counter = DraftCounter()
     worker = make_worker(runners, drafter, on_step=counter, checks_kv=checks_kv)
     assert isinstance(worker, TpModelWorker)
-    resources = ModelResources(weights=runners.target.weights, memory={})
+    resources = make_resources(runners)
     harness, check = checked_harness(setup, worker, all_confirm=True, resources=resources)
     check.seen = counter.seen
     return harness, counter.seen

@@ -154,4 +154,4 @@ def eagle_config_for(
         draft = load_draft_config(str(head), model, target)
         return DrafterConfig("standalone", StandaloneConfig(draft, replace(rounds, num_free=0)))
     config = load_head_config(str(head), kind, model, **options)
-    return DrafterConfig("eagle", EagleConfig(config, model.num_layers, rounds))
+    return DrafterConfig("eagle", EagleConfig(config, rounds))

@@ -64,7 +64,7 @@ class Backend:
         hidden_states: Sequence[bytes] = (),
         queue_time_s: float | None = None,
     ) -> None:
-        spans = [("default", 0)] if ids else []
+        spans = {"target": [("default", 0)]} if ids else {}
         output = ReqTextOutput(
             req_id,
             text,

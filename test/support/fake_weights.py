@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fake_worker import FakeWorker
-from sglang.srt.weight_sync.weight_store import StagedWeights, WeightUpdateError
+from sglang.srt.sent_tensors import WeightSelector
+from sglang.srt.weight_sync.weight_reader import StagedWeights, WeightUpdateError
 
 
 class FakeWeights:
@@ -18,11 +19,16 @@ class FakeWeights:
         error: raised by the next `apply`, once.
     """
 
+    has_draft = False
+
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self.num_applied = 0
         self.values = {"w": torch.arange(6.0).reshape(3, 2), "b": torch.ones(2)}
         self.error: Exception | None = None
+
+    def reader(self, selector: WeightSelector) -> FakeWeights:
+        return self
 
     def from_directory(self, path: str) -> StagedWeights:
         return self._stage(path)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from interpreted import asked
 from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import rotation_table
@@ -171,7 +172,7 @@ def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int 
 def main(name: str) -> None:
     torch.set_num_threads(1)
     for dtype in INTERPRETED_TYPES:
-        for case_name, case in INTERPRETED.items():
+        for case_name, case in asked(INTERPRETED).items():
             error = max_error(name, case, "cpu", dtype)
             print(json.dumps([f"{case_name}, {dtype}", error]), flush=True)
 

@@ -43,7 +43,11 @@ def setup_of(page_size: int = 1, **changes: Any) -> Setup:
 
 
 def runners(
-    paths: dict[str, Path], drafter: DrafterConfig | None, setup: Setup, on: On = ON_CPU
+    paths: dict[str, Path],
+    drafter: DrafterConfig | None,
+    setup: Setup,
+    on: On = ON_CPU,
+    returned: tuple[int, ...] = (),
 ) -> RunnerGroup:
     needs = drafter_needs(drafter)
     execution = make_execution(
@@ -55,7 +59,7 @@ def runners(
         device=on.device,
         max_graph_width=needs.max_rows if drafter else 0,
         row_width=setup.row_width,
-        capture=needs.capture,
+        capture=replace(needs.capture, returned=returned),
         captures_trees=needs.has_trees,
         poisons_graphs=True,
     )
@@ -66,9 +70,9 @@ def runners(
 def copied(taken: VerifiedStep) -> VerifiedStep:
     """What a graph gave, for a CPU: a GPU's results are on their way to the host before the next
     replay, and those of a CPU are not copied."""
-    parts = [getattr(taken.accepted, name) for name in AcceptedTokens.__slots__]
+    parts = [getattr(taken.run.accepted, name) for name in AcceptedTokens.__slots__]
     accepted = AcceptedTokens(*[None if part is None else part.clone() for part in parts])
-    return taken._replace(accepted=accepted)
+    return taken._replace(run=taken.run._replace(accepted=accepted))
 
 
 @dataclass
@@ -154,6 +158,7 @@ def serving(
     on: On = ON_CPU,
     tree: TreeShape | None = None,
     tile_spec_cache: Path | None = None,
+    returned: tuple[int, ...] = (),
     **options: Any,
 ) -> Served:
     """`options` are of `Drafted`."""
@@ -161,7 +166,7 @@ def serving(
     rounds = {"tree": tree, "tile_spec_cache": tile_spec_cache}
     drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, policy, **rounds)
     setup = setup or setup_of()
-    group = runners(paths, drafter, setup, on)
+    group = runners(paths, drafter, setup, on, returned)
     served = Served(Drafted(group, drafter, setup, **options), group)
     zero(group)
     served.watch()

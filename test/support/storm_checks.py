@@ -113,7 +113,7 @@ def expected_clip(outcome: Collected) -> bool:
 
 def _check_labels(job: Job, outcome: Collected) -> None:
     """The label of each token is that of the weights that served when it was made."""
-    spans = outcome.weight_spans
+    spans = outcome.weight_spans.get("target", [])
     starts = [start for _, start in spans]
     require(starts[:1] == [0] and starts == sorted(set(starts)), f"weight spans {spans}")
     for place in range(len(outcome.token_ids)):

@@ -44,11 +44,13 @@ class WeightHistory:
         model: the oracle's model of the weights that serve.
         label: their `weight_version`.
         num_updates: how often weights were taken over.
+        num_swaps: how often those of the draft model were.
     """
 
     model: DenseModel
     label: str = DEFAULT_WEIGHT_VERSION
     num_updates: int = 0
+    num_swaps: int = 0
     _session: Weights | None = None
     _session_label: str | None = None
 
@@ -60,7 +62,8 @@ class WeightHistory:
         if isinstance(message, UpdateWeightsReq) and self._session is not None:
             assert reply.fields["staged"], "an update in a session was taken over at once"
             self._session.update(weights)
-            self._session_label = message.weight_version or self._session_label
+            if weights:
+                self._session_label = message.weight_version or self._session_label
             return False
         if isinstance(message, UpdateWeightsReq):
             return self._take_over(weights, message.weight_version, reply)
@@ -74,6 +77,10 @@ class WeightHistory:
         return False
 
     def _take_over(self, weights: Weights, label: str | None, reply: ControlReply) -> bool:
+        """Follows new weights of the target; none: the draft model's alone have changed."""
+        self.num_swaps += bool(reply.fields.get("num_draft_tensors"))
+        if not weights:
+            return False
         self.model = self.model.updated(weights)
         self.label = label or self.label
         self.num_updates += 1
@@ -208,6 +215,17 @@ class ControlMaker:
             weights = {name: weights[name] for name in names}
             source = FromBytes(data=save(weights))
         return Call(self._update_message(source), weights)
+
+    def swap(self, chooser: random.Random, heads: Sequence[bytes]) -> Call:
+        """Changes the weights of the draft model; draws of `chooser` alone."""
+        message = UpdateWeightsReq(
+            call_id=next(self._call_ids),
+            source=FromBytes(data=chooser.choice(heads)),
+            selector="draft",
+            weight_version=chooser.choice([None, "h1", "h2"]),
+            flush_cache=chooser.choice([True, False]),
+        )
+        return Call(message)
 
     def _bad_update(self) -> Call:
         weights = next(iter(self._checkpoints.values()))

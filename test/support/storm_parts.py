@@ -27,7 +27,8 @@ from jumping_tier import JUMPING, RESTING
 from ngram_serving import ngram_config
 from policy_steps import mask_parts
 from sglang.srt.draft_model_config import load_draft_config
-from sglang.srt.head_config import LAYER_IDS, load_head_config
+from sglang.srt.head_config import load_head_config
+from sglang.srt.head_layouts import LAYER_IDS
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength
 from sglang.srt.lookahead.round_options import RoundOptions
@@ -62,6 +63,7 @@ DRAFTED = {**TINY, "num_hidden_layers": 4, "tie_word_embeddings": False}
 DRAFT = {**DRAFTED, "num_hidden_layers": 2}
 NOISE = 0.06  # of what the layers of a drafted target add, beside its last token's embedding
 DRAFT_NOISE = 0.12  # the same of its draft model
+BAD_NOISE = 1.0  # of draft models that take another's place
 FOREIGN = (3, 9)  # tokens that heads do not draft
 HEAD = Sizes(32, 48, 2, 2, 16, VOCAB_SIZE, VOCAB_SIZE - len(FOREIGN))
 
@@ -123,8 +125,28 @@ class DraftedModels(Checkpoints):
         }
         draft = drafted_weights(0, DRAFT, DRAFT_NOISE)
         self._draft = write_checkpoint(directory / STANDALONE, DRAFT, draft)
+        others = {
+            EAGLE: write_eagle_head(directory / "other1", 1, BAD_NOISE, HEAD),
+            EAGLE3: write_eagle3_head(
+                directory / "other3", self.path, 1, BAD_NOISE, HEAD, FOREIGN, **layers
+            ),
+            STANDALONE: write_checkpoint(
+                directory / "other draft", DRAFT, drafted_weights(1, DRAFT, BAD_NOISE)
+            ),
+        }
+        self._heads_of = {
+            kind: [(folder / "model.safetensors").read_bytes() for folder in (first, others[kind])]
+            for kind, first in {**self._heads, STANDALONE: self._draft}.items()
+        }
         self._token_map = directory / "token_map.json"
         self._token_map.write_text(json.dumps([i for i in range(VOCAB_SIZE) if i not in FOREIGN]))
+
+    def heads_for(self, drafter: DrafterConfig) -> list[bytes]:
+        """The files of draft models that fit where this drafter's serves; none if it has none."""
+        options = drafter.options
+        if isinstance(options, EagleConfig):
+            return self._heads_of[options.head.architecture]
+        return self._heads_of[STANDALONE] if isinstance(options, StandaloneConfig) else []
 
     def drafter(self, chooser: random.Random) -> DrafterConfig:
         """A head of either kind, or the draft model, that drafts one or more tokens, of
@@ -158,9 +180,7 @@ class DraftedModels(Checkpoints):
         tree = aside.choice(shapes)
         policy = "fixed" if tree else aside.choice(["fixed", JUMPING, RESTING])
         rounds = RoundOptions(num_steps, policy, tree=tree)
-        return DrafterConfig(
-            "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
-        )
+        return DrafterConfig("eagle", EagleConfig(head, rounds, (MASK,)))
 
 
 def tiny_weights(seed: int, config: dict[str, Any] = TINY) -> Weights:

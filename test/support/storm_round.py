@@ -53,6 +53,7 @@ from utils import (
 MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
 CONTEXT_LENS = (60, 200)
 HEAD_SHARE = 0.3  # of rounds
+SWAP_SHARE = 0.3  # of turns, where heads are swapped
 TOKENIZER = Tokenizer(
     lambda text, special: [],
     text_of,
@@ -82,8 +83,10 @@ class Asleep(Exception):
 class Round(SchedulerHarness):
     """One seeded program of requests and calls against one scheduler."""
 
-    def __init__(self, seed: int, models: TinyModels) -> None:
+    def __init__(self, seed: int, models: TinyModels, swaps_heads: bool = False) -> None:
         self.random = random.Random(seed)
+        self._heads: list[bytes] = []
+        self._swaps = random.Random(f"swaps {seed}") if swaps_heads else None
         self._audits: list[ReleaseReport] = []
         choose = self.random.choice
         self.confirmed: Counter[str] = Counter()
@@ -150,6 +153,7 @@ class Round(SchedulerHarness):
     def _with_head(self, models: DraftedModels) -> Parts:
         """Every request's drafts are those of a head; nobody looks ahead by masks."""
         drafter = models.drafter(self.random)
+        self._heads = models.heads_for(drafter)
         setup = self._draw_setup(drafter_needs(drafter).max_slots)
         group, setup = make_drafter_runners(models.path, setup, drafter)
         counter = DraftCounter()
@@ -199,6 +203,8 @@ class Round(SchedulerHarness):
             planned = planned or self._control.calls(self._rids())
             if planned and self.random.random() < self._haste:
                 self._send(planned.pop(0))
+            if self._swaps is not None and self._heads and self._swaps.random() < SWAP_SHARE:
+                self._send(self._control.swap(self._swaps, self._heads))
             if self.random.random() < 0.3:
                 self._executor.run_one()
             self.now += self.random.choice([0.0, 0.0, 0.001, 0.1])
@@ -338,6 +344,7 @@ class Round(SchedulerHarness):
         seen["late masks"] = self.grammars.num_late
         seen["masks without those of drafts"] = self.grammars.num_partial
         seen["updates"] = self.history.num_updates
+        seen["head swaps"] = self.history.num_swaps
         state = self.scheduler.control.internal_state()
         if self.confirmed:
             seen["rounds with a head"] = 1

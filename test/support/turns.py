@@ -1,7 +1,10 @@
-"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes half.
+"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth. All
+files that are marked as a whole, since their tests share a server or what a compiler made, are one
+matrix, whose cases are the files.
 
-TEST_TURN says which half: a number draws it, `rest-of-NUMBER` is the other half alone, and without
-it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it.
+TEST_TURN says which cases: a number draws them, `rest-of-NUMBER` is all others alone, and without
+it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI runs the
+rest of its own number too, so each run of CI has run every test.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import pytest
+
 REST_OF = "rest-of-"
+PARTS = 5  # the suite takes one
 
 
 def is_rest(turn: str) -> bool:
@@ -17,15 +23,24 @@ def is_rest(turn: str) -> bool:
     return turn.startswith(REST_OF)
 
 
-def chosen(turn: str, tests: Iterable[str]) -> set[str]:
-    """Draws half of each test function's cases by their ids; of an odd number the larger half or
-    the smaller. Processes of one run draw the same."""
+def case_of(item: pytest.Item) -> str | None:
+    """Names what is drawn with a test: itself or, where its file is marked, the file. None: it is
+    in no long matrix."""
+    marked = [node for node, _ in item.iter_markers_with_node("long_matrix")]
+    if any(isinstance(node, pytest.Module) for node in marked):
+        return f"files[{item.nodeid.partition('::')[0]}]"
+    return item.nodeid if marked else None
+
+
+def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
+    """Draws a fifth of each test function's cases by their ids, rounded up or down so that every
+    case is drawn as often as the others. Processes of one run draw the same."""
     functions: dict[str, list[str]] = {}
     for test in tests:
         functions.setdefault(test.partition("[")[0], []).append(test)
-    found: set[str] = set()
+    found: set[str | None] = set()
     for function, cases in functions.items():
         drawn = random.Random(f"{turn.removeprefix(REST_OF)} {function}")
-        half = drawn.sample(cases, (len(cases) + drawn.randrange(2)) // 2)
-        found.update(set(cases) - set(half) if is_rest(turn) else half)
+        part = drawn.sample(cases, (len(cases) + drawn.randrange(PARTS)) // PARTS)
+        found.update(set(cases) - set(part) if is_rest(turn) else part)
     return found

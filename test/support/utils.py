@@ -37,6 +37,7 @@ from sglang.srt.messages.requests import (
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
+    HiddenFileOptions,
     LogprobOptions,
     PositionLogprobs,
     TokenizedGenerateReqInput,
@@ -152,7 +153,7 @@ class Collected:
     step_lens: list[int] = field(default_factory=list)
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
-    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    weight_spans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 
 class SchedulerHarness:
@@ -228,6 +229,7 @@ class SchedulerHarness:
         rid: str = "",
         logprobs: LogprobOptions | None = None,
         hidden_states: HiddenStates = "none",
+        hidden_file: HiddenFileOptions | None = None,
         priority: int = 0,
         cache_key: tuple[str, str] = ("", ""),
         streams: bool = False,
@@ -244,6 +246,7 @@ class SchedulerHarness:
                 sampling_params=SamplingParams(**params),
                 logprobs=logprobs,
                 hidden_states=hidden_states,
+                hidden_file=hidden_file,
                 priority=priority,
                 cache_key=cache_key,
                 streams=streams,

@@ -86,6 +86,7 @@ def found(twin: tuple[Path, list[int]], tmp_path_factory: pytest.TempPathFactory
     return answer
 
 
+@pytest.mark.long_matrix
 def test_the_added_model_backend_and_drafter_give_the_models_tokens(
     found: dict[str, Any], twin: tuple[Path, list[int]]
 ) -> None:

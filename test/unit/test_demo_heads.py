@@ -17,7 +17,7 @@ from safetensors import safe_open
 from drafter_checks import drafter_harness
 from oracle import Reference, assert_equal_up_to_near_ties, code_snippets
 from sglang.srt.environ import Environ
-from sglang.srt.head_config import EAGLE, EAGLE3, LAYER_IDS
+from sglang.srt.head_layouts import EAGLE, EAGLE3, LAYER_IDS
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config, resolve_model_path
 from sglang.srt.processes.round_flags import Asked
@@ -174,6 +174,7 @@ def test_card_holds_the_figures_of_the_results_file(head: Head) -> None:
         assert f"| {window} | {made['positions']:,} | {alone} | {accepted} |" in card
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_tokens_are_those_without_a_head_and_drafts_are_often_right(
     head: Head, prompts: list[list[int]], references: list[Reference]

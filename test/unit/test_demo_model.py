@@ -196,6 +196,7 @@ def test_attention_reaches_far_back(tokenizer, model) -> None:
     assert last < 0.4 * first
 
 
+@pytest.mark.long_matrix
 def test_a_mask_says_the_token_after_the_next(tokenizer, model) -> None:
     ids = tokenizer(UNSEEN_SOURCE).input_ids
     mask = SPECIAL_IDS["mask"]

@@ -41,6 +41,7 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.long_matrix
 def test_what_names_flashinfer_is_skipped_with_the_reason(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     result = pytest_in(tmp_path, "-q", "-k", "flashinfer", f"--junitxml={report}")

@@ -109,6 +109,7 @@ def test_a_host_without_a_gpu_is_refused_with_the_remedy(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long_matrix
 def test_all_runs_go_on_after_a_failure_and_the_table_tells(tmp_path: Path) -> None:
     bodies = {"bad": "assert False", "slow": "import time; time.sleep(60)", "good": "pass"}
     for name, body in bodies.items():
@@ -131,6 +132,7 @@ def test_all_runs_go_on_after_a_failure_and_the_table_tells(tmp_path: Path) -> N
     assert len(list((tmp_path / "out").glob("*.log"))) == 3
 
 
+@pytest.mark.long_matrix
 def test_a_way_runs_its_suites_with_the_flags_that_it_names(tmp_path: Path) -> None:
     notes, python = tmp_path / "notes", tmp_path / "python"
     python.write_text(NOTING_PYTHON.format(notes=notes, python=sys.executable))

@@ -75,6 +75,7 @@ def refusal(source: Path, target: Path) -> str:
     return message
 
 
+@pytest.mark.long_matrix
 def test_a_converted_head_is_loaded_and_holds_the_same_tensors(
     source: Path, tmp_path: Path, target: ModelConfig
 ) -> None:

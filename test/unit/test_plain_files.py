@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from serving_utils import make_model_dir
-from sglang.srt.head_config import read_token_map
 from sglang.srt.lookahead.adaptive_config import read_adaptive_config
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_files import INDEX
@@ -28,6 +27,7 @@ from sglang.srt.plain_files import (
 )
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.token_map import read_token_map
 from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
 from sglang.srt.tokenizer_config import read_tokenizer_config
 

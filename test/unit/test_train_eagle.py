@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from draft_heads import FILE, Oracle
-from sglang.srt.head_config import load_head_config, tap_layers
+from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import ModelConfig, load_model_config
@@ -154,8 +154,7 @@ class Served:
         )
         name = ARCHITECTURES[exported.algorithm]
         config = load_head_config(str(exported.folder), name, execution.model)
-        num_layers = execution.model.num_layers
-        self.taps = tap_layers(config, num_layers) if exported.algorithm == EAGLE3 else ()
+        self.taps = () if config.taps is None else config.taps.layers
         capture = HiddenCapture(self.taps, all_rows=True)
         self.group: RunnerGroup = make_runners(
             replace(execution, capture=capture), replace(execution, model=config)

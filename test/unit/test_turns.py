@@ -1,24 +1,42 @@
-"""The half of long matrices that a run of the suite takes."""
+"""The part of long matrices that a run of the suite takes."""
 
 from __future__ import annotations
 
 import pytest
 
-from turns import chosen
+from turns import case_of, chosen
 
 TESTS = [*(f"test/a.py::test_pairs[{pair}]" for pair in range(9)), "test/a.py::test_alone"]
 
 
 @pytest.mark.parametrize("turn", ["0", "7", "31000"])
 def test_a_turn_and_its_rest_are_all_tests_once(turn: str) -> None:
-    half, rest = chosen(turn, TESTS), chosen(f"rest-of-{turn}", TESTS)
-    assert half | rest == set(TESTS)
-    assert not half & rest
-    assert len(half) in range(4, 7)
+    part, rest = chosen(turn, TESTS), chosen(f"rest-of-{turn}", TESTS)
+    assert part | rest == set(TESTS)
+    assert not part & rest
+    assert len(part) in range(1, 4)
 
 
 def test_turns_differ_and_each_says_the_same_again() -> None:
-    halves = [chosen(str(turn), TESTS) for turn in range(20)]
-    assert halves == [chosen(str(turn), TESTS) for turn in range(20)]
-    assert set.union(*halves) == set(TESTS)
-    assert not set.intersection(*halves)
+    parts = [chosen(str(turn), TESTS) for turn in range(50)]
+    assert parts == [chosen(str(turn), TESTS) for turn in range(50)]
+    assert set.union(*parts) == set(TESTS)
+    assert not set.intersection(*parts)
+
+
+def test_a_test_of_no_matrix_is_not_drawn(request: pytest.FixtureRequest) -> None:
+    assert case_of(request.node) is None
+
+
+@pytest.mark.long_matrix
+def test_a_marked_test_is_a_case(request: pytest.FixtureRequest) -> None:
+    assert case_of(request.node) == request.node.nodeid
+
+
+@pytest.mark.long_matrix
+def test_a_marked_file_is_one_case(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = request.node.getparent(pytest.Module)
+    monkeypatch.setattr(file, "own_markers", [pytest.mark.long_matrix.mark])
+    assert case_of(request.node) == f"files[{file.nodeid}]"

@@ -5,8 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
-from sglang.srt.registry import HEADS
+from sglang.srt.head_layouts import head_mark
+from sglang.srt.model_config import (
+    ModelConfig,
+    ModelPathError,
+    load_model_config,
+    read_entries,
+    resolve_model_path,
+)
 from sglang.srt.tokenizer import TokenizerError, has_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,14 +32,14 @@ def load_draft_config(
         ModelPathError: for a folder that cannot be read, that is no whole model, or a model of
             other tokens than the target's; the text names the flag or the entry.
     """
-    config = load_model_config(path, flag)
-    is_head = config.architecture in HEADS.names
-    if is_head or config.hf.get("draft_vocab_size") is not None:
-        what = f"architecture {config.architecture!r}" if is_head else "draft_vocab_size"
-        raise config.refusal(
-            f"{what} says that this is a head, no model; use --speculative-algorithm EAGLE or"
-            " EAGLE3"
+    folder = resolve_model_path(path, flag)
+    mark = head_mark(read_entries(folder))
+    if mark:
+        raise ModelPathError(
+            f"{folder / 'config.json'} cannot be used: {mark} says that this is a head, no model;"
+            " use --speculative-algorithm EAGLE or EAGLE3."
         )
+    config = load_model_config(path, flag)
     if config.vocab_size != target.vocab_size:
         raise config.refusal(
             f"vocab_size is {config.vocab_size}, but that of the target is {target.vocab_size}; use"

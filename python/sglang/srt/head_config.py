@@ -1,25 +1,99 @@
-"""Reads the folder of a draft head: EAGLE and EAGLE-3, one layer over a target; no torch."""
+"""Reads the folder of a draft head: EAGLE and EAGLE-3, layers over a target; no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.numpy
-from safetensors import SafetensorError
+from sglang.srt.head_layouts import (
+    ARCHITECTURES,
+    EAGLE,
+    EAGLE3,
+    INNER,
+    LAYER_IDS,
+    OPTIONS,
+    RENAMED,
+    SPECULATORS,
+    SPECULATORS_TYPES,
+    USED_ENTRIES,
+    Layout,
+    architecture_of,
+    layout_of,
+    renamed,
+)
+from sglang.srt.head_taps import Taps, read_taps
+from sglang.srt.head_tensors import read_shapes, vocabulary_problem
+from sglang.srt.model_config import (
+    ModelConfig,
+    ModelPathError,
+    parse_model_config,
+    read_entries,
+    resolve_model_path,
+)
+from sglang.srt.token_map import TOKEN_MAP, read_token_map
 
-from sglang.srt.model_config import ModelConfig, load_model_config
-from sglang.srt.plain_files import UnreadableFileError, read_bytes, read_json
+LAYER = re.compile(r"layers\.(\d+)\.")
+EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
+SELF = "layers.0.self_attn."
+OF_EAGLE3 = ("fc_norm", "norm_before_fc", "norm_before_residual", "carries_normed")
+FLAGS = {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # values of --speculative-algorithm
 
-EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
-UNNAMED = "LlamaForCausalLM"  # what heads from EAGLE's authors call themselves
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-NUM_TAPS = 3
-TOKEN_MAP = "--speculative-token-map"
-MAX_TOKEN_MAP_BYTES = 1 << 26
-# Entries under which other forward passes were trained, at the top or in `eagle_config`.
-REFUSED_FLAGS = ("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual")
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadConfig(ModelConfig):
+    """Describes a head, however its folder is laid out: the shape of its layers, and the rest.
+
+    `architecture` is EAGLE or EAGLE3, and `num_layers` follows from the tensors, where there are.
+
+    Attributes:
+        layout: the form of its config.json.
+        target: folder of the model that it drafts for.
+        target_hidden_size: of that model's hidden states.
+        taps: of an EAGLE-3 head, which of them it reads; EAGLE reads the last, normalized ones.
+        draft_vocab_size: tokens of its own; None if they are the target's.
+        own_embedding, own_output: it has an embedding, an output head.
+        qkv_bias, output_bias, mlp_bias, qk_norm: see `DecoderSpec`.
+        fc_bias: `fc`, which joins what it reads, has a bias, or must have.
+        fc_norm: a norm for each tap, before `fc`.
+        norm_before_fc: one norm for all taps, before `fc`.
+        norm_before_residual: the first layer's residual is the hidden state after its norm.
+        carries_normed: the next draft step reads the output after the last norm, not before it.
+        unused: entries of its config.json that change nothing here.
+        hot_token_ids: the only tokens of the target that it drafts; empty for no bound.
+    """
+
+    layout: Layout
+    target: Path
+    target_hidden_size: int
+    taps: Taps | None
+    draft_vocab_size: int | None
+    own_embedding: bool
+    own_output: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    fc_bias: bool
+    fc_norm: bool
+    norm_before_fc: bool
+    norm_before_residual: bool
+    carries_normed: bool
+    unused: tuple[str, ...]
+    hot_token_ids: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of different tokens that it drafts."""
+        return len(self.hot_token_ids) or self.draft_vocab_size or self.vocab_size
+
+    @property
+    def remark(self) -> str:
+        reads = "the last hidden states" if self.taps is None else str(self.taps)
+        unused = f"; without effect: {', '.join(self.unused)}" if self.unused else ""
+        return f"{self.layout.maker}'s layout, reads {reads}{unused}"
 
 
 def load_head_config(
@@ -28,8 +102,8 @@ def load_head_config(
     target: ModelConfig,
     token_map: str | None = None,
     flag: str = "--model-path",
-) -> ModelConfig:
-    """Reads the config.json of a head.
+) -> DraftHeadConfig:
+    """Reads the config.json of a head, and the names and shapes of its tensors, if they are there.
 
     Args:
         architecture: EAGLE or EAGLE3; published folders may not say which they are.
@@ -42,185 +116,202 @@ def load_head_config(
             target; the text names the entry.
         ValueError: for a token map that cannot be used.
     """
-    config = load_model_config(path, flag)
-    if config.architecture not in (UNNAMED, architecture):
-        raise config.refusal(
-            f"architecture {config.architecture!r} is no head of the kind {architecture}; use the"
-            " --speculative-algorithm that it was trained for"
-        )
-    if config.num_layers != 1:
-        raise config.refusal(
-            f"num_hidden_layers is {config.num_layers}, but a head has 1; a draft model takes"
-            " --speculative-algorithm STANDALONE"
-        )
-    config = replace(config, architecture=architecture)
-    check_fits(config, target.vocab_size, target.hidden_size)
-    if architecture == EAGLE and config.hf.get("draft_vocab_size") is not None:
-        raise config.refusal(
-            "draft_vocab_size says that this is a head of EAGLE-3; use --speculative-algorithm"
-            " EAGLE3"
-        )
+    folder = resolve_model_path(path, flag)
+    entries, shapes = read_entries(folder), read_shapes(folder)
+    layout = _checked_layout(folder, entries, shapes, architecture)
+    flat = _flat(folder, entries)
+    config = parse_model_config(folder, {**flat, "architectures": [architecture]})
+    stored = {renamed(name, RENAMED[architecture]): name for name in shapes}
+    facts = _facts(config, layout, frozenset(stored))
+    taps = None
     if architecture == EAGLE3:
-        entries = Eagle3Config.of(config)
-        tap_layers(config, target.num_layers)
-        if token_map is not None and entries.draft_vocab_size is not None:
+        taps = read_taps(config, entries, target.num_layers)
+        _check_taps(config, taps)
+    hot_token_ids: tuple[int, ...] = ()
+    if token_map is not None:
+        if config.hf.get("draft_vocab_size") is not None:
             raise config.refusal(
                 f"draft_vocab_size says that the head has tokens of its own; remove {TOKEN_MAP}"
             )
-    if token_map is None:
-        return config
-    return replace(config, hot_token_ids=read_token_map(Path(token_map), target.vocab_size))
+        hot_token_ids = read_token_map(Path(token_map), target.vocab_size)
+    head = DraftHeadConfig(
+        **{**vars(config), **facts},
+        layout=layout,
+        target=target.path,
+        taps=taps,
+        unused=_unused(entries),
+        hot_token_ids=hot_token_ids,
+    )
+    check_fits(head, target.vocab_size, target.hidden_size)
+    problem = vocabulary_problem(folder, stored, head.vocab_size)
+    if problem is not None:
+        raise ModelPathError(f"{folder} cannot be used: {problem}; is the file intact?")
+    return head
 
 
-def check_fits(head: ModelConfig, vocab_size: int, hidden_size: int) -> None:
+def check_fits(head: DraftHeadConfig, vocab_size: int, hidden_size: int) -> None:
     """
     Raises:
         ModelPathError: if the head was not trained for a target of these sizes.
     """
-    for name, of_head, of_target in (
+    name = "hidden_size" if head.target_hidden_size == head.hidden_size else "target_hidden_size"
+    for entry, of_head, of_target in (
         ("vocab_size", head.vocab_size, vocab_size),
-        ("hidden_size", head.hidden_size, hidden_size),
+        (name, head.target_hidden_size, hidden_size),
     ):
         if of_head != of_target:
             raise head.refusal(
-                f"{name} is {of_head}, but that of the target is {of_target}; use a head that was"
+                f"{entry} is {of_head}, but that of the target is {of_target}; use a head that was"
                 " trained for this target"
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Config:
-    """The settings of EAGLE-3 heads beside the shape of their layer.
-
-    Attributes:
-        draft_vocab_size: tokens of the head's own output; None if it uses the target's.
-        num_taps: layers of the target whose outputs a prompt's rows are made of.
-        layer_ids: those layers, in ascending order; None for the usual ones.
-        carries_normed: the next draft step reads the output after the last norm, not before it.
+def _checked_layout(
+    folder: Path, entries: Mapping[str, Any], tensors: Mapping[str, Any], architecture: str
+) -> Layout:
     """
-
-    draft_vocab_size: int | None
-    num_taps: int
-    layer_ids: tuple[int, ...] | None
-    carries_normed: bool
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> Eagle3Config:
-        """
-        Raises:
-            ModelPathError: for entries that cannot be met.
-        """
-        options = config.hf.get("eagle_config") or {}
-        if not isinstance(options, dict):
-            raise config.refusal(f"eagle_config must be an object, not {options!r}")
-        for source in (replace(config, hf=options), config):
-            for name in REFUSED_FLAGS:
-                if source.flag(name):
-                    raise config.refusal(f"{name} is not supported; use a head without it")
-            if "use_aux_hidden_state" in source.hf and not source.flag("use_aux_hidden_state"):
-                raise config.refusal(
-                    "use_aux_hidden_state is false, which is not supported; use a head that reads"
-                    " several layers of its target"
-                )
-        hidden_size = config.integer("target_hidden_size", config.hidden_size, minimum=1)
-        if hidden_size not in (None, config.hidden_size):
-            raise config.refusal(
-                f"target_hidden_size is {hidden_size}, but only heads of the target's own"
-                f" hidden_size ({config.hidden_size}) are supported"
-            )
-        layer_ids = _layer_ids(config, options)
-        default = NUM_TAPS if layer_ids is None else len(layer_ids)
-        num_taps = config.integer("num_aux_hidden_states", default, minimum=2) or default
-        if num_taps != default:
-            raise config.refusal(
-                f"num_aux_hidden_states is {num_taps}, but {default} layers are read"
-                f" ({LAYER_IDS} names them)"
-            )
-        draft_vocab_size = config.integer("draft_vocab_size", None, minimum=1)
-        if draft_vocab_size is not None and draft_vocab_size > config.vocab_size:
-            raise config.refusal(
-                f"draft_vocab_size is {draft_vocab_size}, more than vocab_size {config.vocab_size}"
-            )
-        return cls(
-            draft_vocab_size=draft_vocab_size,
-            num_taps=num_taps,
-            layer_ids=layer_ids,
-            carries_normed=config.flag("norm_output"),
-        )
-
-
-def tap_layers(head: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers of a target of `num_layers` whose inputs an EAGLE-3 head reads, for
-    `HiddenCapture`: that of layer i is the output of layer i - 1.
-
     Raises:
-        ModelPathError: if the target has no such layers.
+        ModelPathError: for a layout that is not known or that no drafter takes, or a head of the
+            other kind.
     """
-    layer_ids = Eagle3Config.of(head).layer_ids
-    if layer_ids is None:
-        layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
-    else:
-        layers = tuple(layer + 1 for layer in layer_ids)
-    if list(layers) != sorted(set(layers)) or layers[-1] >= num_layers:
-        raise head.refusal(
-            f"it reads the outputs of layers {[layer - 1 for layer in layers]}, in ascending order"
-            f" and below the last one, which a target of {num_layers} layers does not have; use a"
-            f" head for this target, or name layers in {LAYER_IDS} of eagle_config"
+    layout, name = layout_of(entries, tensors), architecture_of(entries)
+    problem = ""
+    if layout is None:
+        table, said = ARCHITECTURES, f"architecture {name!r}"
+        if entries.get(SPECULATORS) is not None:
+            table, said = SPECULATORS_TYPES, f"{SPECULATORS} {entries[SPECULATORS]!r}"
+        known = ", ".join(key for key, each in table.items() if not each.problem)
+        problem = f"{said} is of no head that is known; those that load are {known}"
+    elif layout.problem:
+        problem = f"{layout.problem}; use a head of EAGLE-3 or EAGLE that was trained for the model"
+    elif layout.kind not in (None, architecture):
+        problem = (
+            f"architecture {name!r} is no head of the kind {architecture}; use"
+            f" --speculative-algorithm {FLAGS[layout.kind]}"
         )
-    return layers
+    elif architecture == EAGLE and entries.get("draft_vocab_size") is not None:
+        problem = (
+            "draft_vocab_size says that this is a head of EAGLE-3; use --speculative-algorithm"
+            " EAGLE3"
+        )
+    if problem or layout is None:
+        raise ModelPathError(f"{folder / 'config.json'} cannot be used: {problem}.")
+    return layout
 
 
-def _layer_ids(config: ModelConfig, options: dict[str, Any]) -> tuple[int, ...] | None:
-    ids = options.get(LAYER_IDS)
-    if ids is None:
-        return None
-    is_list = isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
-    if not is_list or len(ids) < 2 or ids != sorted(set(ids)):
+def _flat(folder: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all entries in one object: inner ones count, where they are not null. Ids of layers
+    stay where they are, since their place says what they mean."""
+    flat = dict(entries)
+    for name in (INNER, OPTIONS):
+        inner = entries.get(name) or {}
+        if not isinstance(inner, dict):
+            raise ModelPathError(
+                f"{folder / 'config.json'} cannot be used: {name} must be an object, not {inner!r}."
+            )
+        flat |= {
+            key: value for key, value in inner.items() if value is not None and key != LAYER_IDS
+        }
+    return flat
+
+
+def _unused(entries: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names entries that nothing reads, inner ones with their object."""
+    found = []
+    for name, value in entries.items():
+        if name in (INNER, OPTIONS):
+            inner = value if isinstance(value, dict) else {}
+            found += [f"{name}.{key}" for key in inner if key not in USED_ENTRIES]
+        elif name not in USED_ENTRIES:
+            found.append(name)
+    return tuple(sorted(found))
+
+
+def _check_taps(config: ModelConfig, taps: Taps) -> None:
+    """
+    Raises:
+        ModelPathError: for entries that ask for other taps.
+    """
+    if "use_aux_hidden_state" in config.hf and not config.flag("use_aux_hidden_state"):
         raise config.refusal(
-            f"{LAYER_IDS} must be at least two layers in ascending order, not {ids!r}"
+            "use_aux_hidden_state is false, which is not supported; use a head that reads several"
+            " layers of its target"
         )
-    return tuple(ids)
+    count = len(taps.layers)
+    asked = config.integer("num_aux_hidden_states", count, minimum=2) or count
+    if asked != count:
+        raise config.refusal(f"num_aux_hidden_states is {asked}, but {count} layers are read")
+    if count * (config.hf.get("target_hidden_size") or config.hidden_size) == config.hidden_size:
+        raise config.refusal(
+            "target_hidden_size: what it reads of the target is as wide as its own output, so steps"
+            " cannot be told apart"
+        )
 
 
-def read_token_map(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """The target ids of a head's own tokens: a list in JSON, or a safetensors file that holds one
-    tensor of integers.
+def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[str, Any]:
+    """Gives fields of `DraftHeadConfig` that follow from entries and from the head's names of the
+    tensors in its files; without names from entries alone.
 
     Raises:
-        ValueError: for a file that holds something else; the text names the flag and the remedy.
+        ModelPathError: for entries that cannot be met.
     """
-    ids: Any = None
-    if path.suffix == ".json" or path.suffix == ".safetensors":
-        try:
-            if path.suffix == ".json":
-                ids = read_json(path, list, MAX_TOKEN_MAP_BYTES)
-            else:
-                ids = _ids_of_safetensors(read_bytes(path, MAX_TOKEN_MAP_BYTES))
-        except UnreadableFileError as error:
-            raise ValueError(f"{TOKEN_MAP} {error}.") from None
-        except (ValueError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{TOKEN_MAP} {path} cannot be read: {error}.") from None
-    if not isinstance(ids, list) or not ids:
-        raise ValueError(
-            f"{TOKEN_MAP} {path} is no list of token ids; give a .json file with a list, or a"
-            " .safetensors file with one tensor of integers."
+    is_eagle3 = config.architecture == EAGLE3
+    attention_bias = config.flag("attention_bias")
+    size = config.integer("target_hidden_size", config.hidden_size, minimum=1)
+    target_hidden_size = config.hidden_size if size is None else size
+    draft_vocab_size = config.integer("draft_vocab_size", None, minimum=1)
+    if draft_vocab_size is not None and draft_vocab_size > config.vocab_size:
+        raise config.refusal(
+            f"draft_vocab_size is {draft_vocab_size}, more than vocab_size {config.vocab_size}"
         )
-    wrong = [each for each in ids if type(each) is not int or not 0 <= each < vocab_size]
-    if wrong:
-        raise ValueError(
-            f"{TOKEN_MAP} {path} has {wrong[0]!r}, but token ids are integers below the target's"
-            f" vocab_size {vocab_size}; use the map that belongs to this target."
+    is_other = target_hidden_size != config.hidden_size
+    facts = {
+        "num_layers": _num_layers(config, layout, names),
+        "target_hidden_size": target_hidden_size,
+        "draft_vocab_size": draft_vocab_size,
+        "own_embedding": EMBEDDING in names or is_other,
+        "own_output": is_other
+        or (draft_vocab_size not in (None, config.vocab_size))
+        or (OUTPUT_HEAD in names if names else draft_vocab_size is not None),
+        "qkv_bias": layout.qkv_bias or attention_bias or f"{SELF}q_proj.bias" in names,
+        "output_bias": attention_bias or f"{SELF}o_proj.bias" in names,
+        "mlp_bias": config.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
+        "qk_norm": f"{SELF}q_norm.weight" in names,
+        "fc_bias": FC_BIAS in names or config.flag("bias"),
+        "fc_norm": config.flag("fc_norm") or config.flag("use_aux_norm"),
+        "norm_before_fc": config.flag("norm_before_fc"),
+        "norm_before_residual": config.flag("norm_before_residual"),
+        "carries_normed": config.flag("norm_output"),
+    }
+    if not is_eagle3:
+        wrong = [name for name in OF_EAGLE3 if facts[name]] + ["target_hidden_size"] * is_other
+        if wrong:
+            raise config.refusal(f"{wrong[0]} is of heads of EAGLE-3; is this one?")
+    if facts["fc_norm"] and facts["norm_before_fc"]:
+        raise config.refusal("fc_norm and norm_before_fc are both true, but a head has one of them")
+    if layout.maker == "speculators" and "norm_before_residual" not in config.hf:
+        raise config.refusal(
+            "norm_before_residual is missing, which speculators reads as false and vLLM as true;"
+            " write what it was trained with"
         )
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"{TOKEN_MAP} {path} has a token id twice; name each once.")
-    return tuple(ids)
+    if config.flag("use_sliding_window") or "sliding_attention" in (
+        config.hf.get("layer_types") or ()
+    ):
+        raise config.refusal("sliding windows of heads are not supported; use a head without them")
+    return facts
 
 
-def _ids_of_safetensors(raw: bytes) -> Any:
-    try:
-        values = [*safetensors.numpy.load(raw).values()]
-    except KeyError:  # a type that numpy does not have
-        return None
-    if len(values) != 1 or values[0].ndim != 1 or values[0].dtype.kind not in "iu":
-        return None
-    return values[0].tolist()
+def _num_layers(config: ModelConfig, layout: Layout, names: frozenset[str]) -> int:
+    """Counts layers by the tensors. Without them only speculators' entry says how many there are:
+    in others it may be the target's."""
+    if not names:
+        return config.num_layers if layout.maker == "speculators" else 1
+    if "fc.weight" not in names:
+        raise config.refusal(
+            "the files lack 'fc.weight', so this is no head; a draft model takes"
+            " --speculative-algorithm STANDALONE"
+        )
+    layers = {int(found[1]) for name in names if (found := LAYER.match(name))}
+    if sorted(layers) != list(range(max(1, len(layers)))):
+        raise config.refusal(f"the files have layers {sorted(layers)}, not all from 0 on")
+    return len(layers)

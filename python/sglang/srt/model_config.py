@@ -41,7 +41,6 @@ class ModelConfig:
         context_len: `max_position_embeddings` in tokens, and what a RoPE scaling adds to it.
         eos_token_ids: ids that end an output, of generation_config.json or else of config.json;
             `with_tokenizer_eos` adds the tokenizer's.
-        hot_token_ids: of a head that drafts, the only tokens that it drafts; empty for no bound.
         hf: the whole config.json over its family's defaults; `flag` and `integer` read what one
             family needs beside this.
         generation: the whole generation_config.json; empty without one.
@@ -67,7 +66,11 @@ class ModelConfig:
     hf: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    hot_token_ids: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def remark(self) -> str:
+        """Says in the start-up summary what is particular about it, if anything is."""
+        return ""
 
     @property
     def folder(self) -> str:
@@ -146,7 +149,25 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
     path = resolve_model_path(model_path, flag)
-    config = _with_family_defaults(_read_json(path / "config.json"))
+    return parse_model_config(path, read_entries(path))
+
+
+def read_entries(path: Path) -> dict[str, Any]:
+    """Reads config.json of a folder.
+
+    Raises:
+        ModelPathError: if there is none, or it is no JSON object.
+    """
+    return _read_json(path / "config.json")
+
+
+def parse_model_config(path: Path, entries: dict[str, Any]) -> ModelConfig:
+    """Reads the entries of config.json, and the folder's generation_config.json, if there is one.
+
+    Raises:
+        ModelPathError: if a needed key is missing, or an entry cannot be met.
+    """
+    config = _with_family_defaults(entries)
     try:
         parsed = _parse(path, config)
         _check_shape(parsed)

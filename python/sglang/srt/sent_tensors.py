@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
+WeightSelector = Literal["target", "draft", "all"]  # the models that sent weights are of
 SHARED_MEMORY = Path("/dev/shm")
 # Names of torch's types, with the bytes of a value.
 DTYPE_BYTES = {

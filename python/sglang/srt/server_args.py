@@ -261,6 +261,17 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     max_token_ids_logprob: int = flag(1024, "Entries of `token_ids_logprob` at most.")
     max_cache_key_chars: int = flag(256, "Characters of `cache_salt` and `extra_key` at most.")
     enable_return_hidden_states: bool = flag(False, "Allow requests with return_hidden_states.")
+    hidden_states_folder: str | None = flag(
+        None, 'Folder for files of requests with `return_hidden_states: "file"`; allows those.'
+    )
+    hidden_states_layers: str | None = flag(
+        None,
+        "Layers in such files, such as 2,16,29, counted as in transformers' hidden_states; the last"
+        " hidden state is there too. Default: those that the EAGLE-3 head reads, or one would.",
+    )
+    max_hidden_states_bytes: int = flag(
+        4 * 1024 * 1024 * 1024, "Size of all such files that nobody has removed at most."
+    )
     max_stop_string_chars: int = flag(256, "Characters of one stop string at most.")
 
     # Logging

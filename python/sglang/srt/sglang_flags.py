@@ -298,6 +298,10 @@ _REFUSED = (
         "write a safetensors folder for --model-path",
         "custom_weight_loader modelexpress_config model_config_parser",
     ),
+    Entry(
+        "use --hidden-states-folder, and --hidden-states-layers to name layers",
+        "enable_return_aux_hidden_states return_aux_hidden_state_layer_ids",
+    ),
     Entry("change the folder's config.json", "json_model_override_args decrypted_config_file"),
     Entry(
         "start with the weights there are, send the new ones by /update_weights_from_*, then the"
@@ -323,10 +327,16 @@ _REFUSED = (
         "enable_lora lora_paths",
     ),
     Entry(
-        _DRAFTERS,
+        f"no model here has layers of its own that draft (MTP); {_DRAFTERS}",
         "speculative_algorithm",
-        ("NEXTN", "MTP", "FROZEN_KV_MTP", "DFLASH", "DSPARK", "PHOENIX", "UNO"),
+        ("NEXTN", "MTP", "FROZEN_KV_MTP"),
     ),
+    Entry(
+        f"no drafter here drafts blocks from mask states; {_DRAFTERS}",
+        "speculative_algorithm",
+        ("DFLASH", "DSPARK"),
+    ),
+    Entry(_DRAFTERS, "speculative_algorithm", ("PHOENIX", "UNO")),
     Entry(
         "use --speculative-algorithm EAGLE3 or EAGLE, whose head drafts all steps",
         "enable_multi_layer_eagle",

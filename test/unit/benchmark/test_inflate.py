@@ -121,6 +121,7 @@ def test_a_wrong_scale_or_eps_is_seen(tmp_path: Path, changes: dict[str, float])
     assert found["logits"] > VISIBLE * NOISE_FACTOR * found["noise"]
 
 
+@pytest.mark.long_matrix
 def test_padded_tokens_without_the_spare_channel_are_seen(tmp_path: Path) -> None:
     problems = problems_of(compared(tmp_path, spare=0.0))
     assert {"probabilities", "padding"} <= {problem.split(":")[0] for problem in problems}

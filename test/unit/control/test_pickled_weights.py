@@ -33,7 +33,7 @@ from sglang.srt.sent_tensors import (
 from sglang.srt.utils import patch_torch
 from sglang.srt.weight_sync.sent_memory import opened_tensors
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, LocalSerializedTensor
-from sglang.srt.weight_sync.weight_store import WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -33,7 +33,7 @@ from sglang.srt.messages.control import (
     WeightSessionReq,
 )
 from sglang.srt.weight_sync.weight_group import WeightGroup
-from sglang.srt.weight_sync.weight_store import WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 from utils import SchedulerHarness, Setup
 
 K = 4
@@ -528,7 +528,7 @@ def test_leaving_a_group_ends_what_is_awaited_from_it(monkeypatch: pytest.Monkey
 
 
 def spans(harness: Harness, req_id: int) -> list[tuple[str, int]]:
-    return harness.outputs[req_id].weight_spans
+    return harness.outputs[req_id].weight_spans["target"]
 
 
 @pytest.mark.parametrize("kind", ["plain", "mtp"])

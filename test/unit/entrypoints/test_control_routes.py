@@ -169,6 +169,32 @@ def test_update_from_disk_answers_in_sglangs_form(server: Server) -> None:
     assert (message.weight_version, message.flush_cache) == ("v2", False)
 
 
+def test_every_update_says_which_models_it_is_of(server: Server) -> None:
+    """Of all, unless it says otherwise; with all a folder of the draft model may come along."""
+    bodies = {
+        "/update_weights_from_disk": {"model_path": "x"},
+        "/update_weights_from_tensor": {"safetensors": BYTES},
+        "/update_weights_from_distributed": TENSORS,
+    }
+    for path, body in bodies.items():
+        for selector in ("target", "draft", "all"):
+            assert server.post(path, {**body, "selector": selector}).status_code == 200
+        assert server.post(path, body).status_code == 200
+    raw = server.request(
+        "POST", "/update_weights_from_tensor?selector=draft", content=b"weights", headers=RAW
+    )
+    assert raw.status_code == 200
+    updates = [message for message in server.sent if isinstance(message, UpdateWeightsReq)]
+    assert [m.selector for m in updates] == [*["target", "draft", "all", "all"] * 3, "draft"]
+    server.post("/update_weights_from_disk", {"model_path": "x", "draft_model_path": "d"})
+    assert server.sent[-1].source == FromDirectory("x", "d")
+    server.post("/weights_checker", {"action": "reset", "selector": "draft"})
+    assert server.sent[-1].selector == "draft"
+    assert server.post("/begin_weight_update", {"selector": "draft"}).status_code == 200
+    wrong = server.post("/update_weights_from_disk", {"model_path": "x", "selector": "head"})
+    assert "must be one of target, draft, all" in wrong.json()["message"]
+
+
 def test_failed_update_says_so_in_both_forms(server: Server) -> None:
     server.manager.handle(EngineStatus(stopped="Paused."))
     for code in (400, 500, 503):
@@ -463,7 +489,9 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({**DISK, "load_format": True}, "load_format"),
         ({**DISK, "is_async": True}, "is_async"),
         ({**DISK, "is_async": 0}, "is_async"),
-        ({**DISK, "selector": "draft"}, "selector"),
+        ({**DISK, "selector": "head"}, "selector"),
+        ({**DISK, "selector": "draft", "draft_model_path": "d"}, "draft_model_path"),
+        ({**DISK, "draft_model_path": ""}, "draft_model_path"),
         ({**DISK, "abort_all_request": "yes"}, "abort_all_request"),
         ({**DISK, "rid": "x"}, "rid"),
         ({**DISK, "weight_version": ""}, "weight_version"),

@@ -31,6 +31,7 @@ from sglang.srt.messages.control import (
     EngineStatus,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    FromDirectory,
     FromFile,
     PauseGenerationReq,
     UpdateWeightsReq,
@@ -108,6 +109,19 @@ def runtime_of(engine: Engine) -> Any:
 def sent_by(engine: Engine) -> list[Any]:
     messages: list[Any] = runtime_of(engine).sent
     return messages
+
+
+def test_updates_of_an_engine_say_which_models_they_are_of(engine: Engine) -> None:
+    engine.update_weights_from_disk("x", selector="draft")
+    engine.update_weights_from_disk("x", draft_model_path="d")
+    engine.update_weights_from_tensor([("fc.weight", torch.ones(2))], selector="draft")
+    engine.update_weights_from_distributed(["a"], ["int64"], [[2]], selector="target")
+    engine.check_weights("reset", selector="draft")
+    selectors = [message.selector for message in sent_by(engine)]
+    assert selectors == ["draft", "all", "draft", "target", "draft"]
+    assert sent_by(engine)[1].source == FromDirectory("x", "d")
+    with pytest.raises(ValueError, match="selector: must be one of target, draft, all"):
+        engine.update_weights_from_disk("x", selector="head")
 
 
 def test_pause_of_an_engine_retracts_unless_told_otherwise(engine: Engine) -> None:

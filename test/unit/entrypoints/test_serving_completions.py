@@ -81,7 +81,8 @@ def answers(
                 )
                 output.input_logprobs = positions(input_ids[1:]) if body.echo and not start else []
                 output.output_logprobs = positions(ids, others)
-                output.weight_spans = [span for span in spans if span[1] < start + len(ids)]
+                known = [span for span in spans if span[1] < start + len(ids)]
+                output.weight_spans = {"target": known} if known else {}
                 backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
                 if body.stream or is_last:
                     found.append(await reading)
@@ -253,7 +254,7 @@ def test_weights_of_every_choice_are_told_once(tokenizer: Tokenizer, stream: boo
         for index, version in ((1, "new"), (0, "old")):
             req_id = backend.requests[index].req_id
             output = ReqTextOutput(
-                req_id, "x", [5], LENGTH, 3, 1, 0, 0, weight_spans=[(version, 0)]
+                req_id, "x", [5], LENGTH, 3, 1, 0, 0, weight_spans={"target": [(version, 0)]}
             )
             backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
             await asyncio.sleep(0.01)

@@ -29,8 +29,8 @@ WRONG = {
     "--speculative-algorithm EAGLE3": "needs --speculative-draft-model-path",
     "--speculative-algorithm STANDALONE": "needs --speculative-draft-model-path",
     "--speculative-algorithm EAGLE3 --speculative-draft-model-path nowhere": "nowhere",
-    "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use the"
-    " --speculative-algorithm that it was trained for",
+    "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use"
+    " --speculative-algorithm EAGLE3.",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path demo-eagle": "use"
     " --speculative-algorithm EAGLE or EAGLE3",
     "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3 or"
@@ -93,6 +93,11 @@ WRONG = {
     '--preferred-sampling-params {"mtp_enabled":true,"mtp_k":99}': "must be at most 8",
     f'{NGRAM} --preferred-sampling-params {{"mtp_enabled":true}}': "leave mtp_enabled out",
     "--log-requests --log-requests-target /nowhere/log": "cannot be written",
+    "--hidden-states-folder /nowhere": "is no folder that can be written to; make it first",
+    "--hidden-states-layers 1": "there is no --hidden-states-folder; add that",
+    "--hidden-states-folder /tmp --hidden-states-layers 1,4": "3 the input of the last layer; name",
+    "--hidden-states-folder /tmp --hidden-states-layers 1,1": "must be different numbers",
+    "--max-hidden-states-bytes 0": "--max-hidden-states-bytes 0 must be",
     "--watchdog-timeout -1": "--watchdog-timeout -1.0 must be",
 }
 # Of a server alone: an Engine has no routes.

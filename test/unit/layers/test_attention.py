@@ -484,6 +484,7 @@ class Steps:
             torch.testing.assert_close(out.double(), torch.cat(expected), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)

@@ -10,8 +10,8 @@ from layer_ops_cases import CASES, INTERPRETED, INTERPRETED_TYPES, TOLERANCE, ma
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float | str]:
-    return run_interpreted("support/layer_ops_cases.py", "triton")
+def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/layer_ops_cases.py", "triton", request)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -20,6 +20,7 @@ def test_torch(name: str, dtype: torch.dtype) -> None:
     assert max_error("torch", CASES[name], "cpu", dtype) <= TOLERANCE[dtype]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("dtype", INTERPRETED_TYPES, ids=str)
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_triton(errors: dict[str, float | str], name: str, dtype: torch.dtype) -> None:

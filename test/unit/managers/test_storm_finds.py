@@ -174,9 +174,9 @@ def answers_no_drain(patch: Patch) -> None:
 def labels_only_what_runs(patch: Patch) -> None:
     relabel = RequestLifecycle.set_weight_version
 
-    def set_weight_version(self: RequestLifecycle, weight_version: str) -> None:
+    def set_weight_version(self: RequestLifecycle, weight_version: str, *model: str) -> None:
         waiting, self.waiting = self.waiting, []
-        relabel(self, weight_version)
+        relabel(self, weight_version, *model)
         self.waiting = waiting
 
     patch.setattr(RequestLifecycle, "set_weight_version", set_weight_version)

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.weight_sync.weight_store import WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 from utils import CONTEXT_LEN, Setup, make_execution, make_random_model
 
 TARGET = {"num_hidden_layers": 2}

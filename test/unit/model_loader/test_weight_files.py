@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
 from sglang.srt.model_loader.weight_files import read_directory
-from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
+from sglang.srt.weight_sync.weight_store import WeightStore
 from utils import make_random_llama
 
 WEIGHTS = "model.safetensors"
@@ -134,7 +135,7 @@ def test_a_folder_gives_the_weights_that_transformers_takes(
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     config = load_model_config(str(path))
     places = WeightPlaces(load_model(config, "auto", 64, torch.float32, "cpu"), config)
-    staged = store.from_directory(str(path))
+    staged = store.reader.from_directory(str(path))
     assert set(places.names) == staged.keys()
     for name in places.names:
         assert torch.equal(places[name], expected[name]), name
@@ -187,7 +188,7 @@ def test_a_folder_without_safetensors_is_refused_in_one_line(
     with pytest.raises(ModelPathError) as at_start:
         dict(read_directory(tmp_path))
     with pytest.raises(WeightUpdateError) as at_update:
-        store.from_directory(str(tmp_path))
+        store.reader.from_directory(str(tmp_path))
     for message in (str(at_start.value), str(at_update.value)):
         assert remedy in message
         assert str(tmp_path) in message

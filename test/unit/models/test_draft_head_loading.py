@@ -4,7 +4,6 @@ that names it."""
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +26,15 @@ from draft_heads import (
     write_eagle,
     write_eagle3,
 )
-from sglang.srt.head_config import load_head_config, read_token_map, tap_layers
+from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.platform import Platform
 from sglang.srt.registry import HEADS
-from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
+from sglang.srt.token_map import read_token_map
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
+from sglang.srt.weight_sync.weight_store import WeightStore
 from utils import make_random_llama
 
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
@@ -101,18 +102,6 @@ def test_the_public_llama_3_1_8b_heads_fit_tensor_by_tensor(
     assert model.rotary.table.shape == (131072, 2, 128)
 
 
-@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-def test_an_embedding_of_its_own_is_named_and_not_read(
-    kind: str, tmp_path: Path, target: ModelConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = WRITERS[kind](tmp_path)
-    change_weights(folder, lambda each: each.update({"embed_tokens.weight": torch.ones(7, 3)}))
-    with caplog.at_level(logging.INFO, "sglang"):
-        names = [name for name, _ in load(folder, kind, target).named_parameters()]
-    assert ["embed_tokens.weight" in line for line in caplog.messages] == [True]
-    assert not [name for name in names if "embed" in name]
-
-
 def test_a_head_of_a_tied_config_keeps_its_own_output_head(
     tmp_path: Path, target: ModelConfig
 ) -> None:
@@ -145,21 +134,27 @@ def test_dummy_weights_need_no_file(kind: str, tmp_path: Path, target: ModelConf
     ],
 )
 def test_layers_that_the_head_reads(
-    num_layers: int, ids: list[int] | None, expected: tuple[int, ...], tmp_path: Path
+    num_layers: int,
+    ids: list[int] | None,
+    expected: tuple[int, ...],
+    tmp_path: Path,
+    target: ModelConfig,
 ) -> None:
     options = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-    head = load_model_config(str(write_eagle3(tmp_path, **options)))
-    assert tap_layers(head, num_layers) == expected
+    target = replace(target, num_layers=num_layers)
+    head = load_head_config(str(write_eagle3(tmp_path, **options)), EAGLE3, target)
+    assert head.taps is not None
+    assert head.taps.layers == expected
 
 
 @pytest.mark.parametrize(("num_layers", "ids"), [(4, None), (6, None), (4, [0, 1, 3]), (1, [0, 1])])
 def test_layers_that_the_target_does_not_have(
-    num_layers: int, ids: list[int] | None, tmp_path: Path
+    num_layers: int, ids: list[int] | None, tmp_path: Path, target: ModelConfig
 ) -> None:
     options = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-    head = load_model_config(str(write_eagle3(tmp_path, **options)))
+    folder, target = write_eagle3(tmp_path, **options), replace(target, num_layers=num_layers)
     with pytest.raises(ModelPathError, match=f"a target of {num_layers} layers does not have"):
-        tap_layers(head, num_layers)
+        load_head_config(str(folder), EAGLE3, target)
 
 
 def test_as_many_layers_as_are_named_are_read(tmp_path: Path, target: ModelConfig) -> None:
@@ -176,7 +171,6 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (EAGLE, {"architectures": [EAGLE3]}, EAGLE3),
     (EAGLE3, {"architectures": [EAGLE]}, EAGLE),
     (EAGLE3, {"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
-    (EAGLE, {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
     (EAGLE3, {"hidden_size": 128}, "hidden_size is 128, but that of the target is 64"),
     (EAGLE, {"vocab_size": 319}, "vocab_size is 319, but that of the target is 320"),
     (EAGLE3, {"target_hidden_size": 128}, "target_hidden_size"),
@@ -187,10 +181,18 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (EAGLE3, {"draft_vocab_size": "96"}, "draft_vocab_size"),
     (EAGLE3, {"draft_vocab_size": 96.0}, "draft_vocab_size"),
     (EAGLE3, {"norm_output": "yes"}, "norm_output"),
-    (EAGLE3, {"fc_norm": True}, "fc_norm is not supported"),
-    (EAGLE3, {"use_aux_norm": True}, "use_aux_norm is not supported"),
-    (EAGLE3, {"eagle_config": {"norm_before_fc": True}}, "norm_before_fc is not supported"),
-    (EAGLE3, {"norm_before_residual": True}, "norm_before_residual is not supported"),
+    (EAGLE3, {"fc_norm": True}, "lacks 3 weights, such as 'fc_norm.0.weight'"),
+    (EAGLE3, {"use_aux_norm": True}, "lacks 3 weights, such as 'fc_norm.0.weight'"),
+    (
+        EAGLE3,
+        {"eagle_config": {"norm_before_fc": True}},
+        "lacks 1 weights, such as 'input_norm.weight'",
+    ),
+    (EAGLE3, {"norm_before_residual": 1}, "norm_before_residual must be true or false"),
+    (EAGLE3, {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc are both"),
+    (EAGLE3, {"use_sliding_window": True}, "sliding windows of heads are not supported"),
+    (EAGLE, {"norm_before_residual": True}, "norm_before_residual is of heads of EAGLE-3"),
+    (EAGLE, {"bias": True}, "lacks 1 weights, such as 'fc.bias'"),
     (EAGLE3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
     (EAGLE3, {"eagle_config": {"use_aux_hidden_state": 1}}, "use_aux_hidden_state"),
     (EAGLE3, {"eagle_config": [1]}, "eagle_config must be an object"),
@@ -250,11 +252,15 @@ def _d2t_with(index: int, target_id: int) -> Callable[[dict[str, torch.Tensor]],
 
 
 BAD_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], list[str]]] = [
-    (EAGLE, lambda each: each.pop("fc.weight"), ["lacks 1 weights", "fc.weight"]),
+    (EAGLE, lambda each: each.pop("fc.weight"), ["lack 'fc.weight'", "no head"]),
     (EAGLE3, lambda each: each.pop("midlayer.hidden_norm.weight"), ["hidden_norm.weight"]),
     (EAGLE3, lambda each: each.pop("d2t"), ["lacks 1 weights", "d2t"]),
     (EAGLE3, lambda each: each.pop("lm_head.weight"), ["lm_head.weight"]),
-    (EAGLE3, lambda each: each.update({"d2t": torch.zeros(95).long()}), ["'d2t'", "[95]", "[96]"]),
+    (
+        EAGLE3,
+        lambda each: each.update({"d2t": torch.zeros(95).long()}),
+        ["d2t names 95 tokens", "t2d marks 96"],
+    ),
     (EAGLE, lambda each: each["fc.weight"][3].fill_(torch.nan), ["fc.weight", "NaN", FILE]),
     (EAGLE3, lambda each: each["fc.weight"][0].fill_(torch.inf), ["fc.weight", "infinite", FILE]),
     (EAGLE3, lambda each: each.update({"fc.weight": each["fc.weight"].short()}), ["int16", FILE]),
@@ -277,6 +283,11 @@ BAD_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], list[str]
         EAGLE3,
         lambda each: each.update({"layers.0.hidden_norm.weight": torch.ones(64)}),
         ["hidden_norm.weight' twice"],
+    ),
+    (
+        EAGLE3,
+        lambda each: each.update({"input_norm.weight": torch.ones(192)}),
+        ["'input_norm.weight' that", "does not know"],
     ),
     (EAGLE, lambda each: each.update({"fc.bias": torch.ones(63)}), ["'fc.bias'", "[63]"]),
     (
@@ -324,7 +335,7 @@ def test_an_update_with_a_wrong_map_changes_nothing(
     change_weights(other, change)
     config = load_head_config(str(folder), EAGLE3, target)
     with pytest.raises(WeightUpdateError, match="'d2t'"):
-        WeightStore(model, config).from_directory(str(other))
+        WeightStore(model, config).reader.from_directory(str(other))
     assert torch.equal(model.get_buffer("d2t"), before)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +23,27 @@ from draft_heads import (
     write_eagle,
     write_eagle3,
 )
-from sglang.srt.head_config import load_head_config, tap_layers
+from head_feeding import (
+    CPU,
+    HIDDEN_SIZE,
+    WIDTHS,
+    Feeding,
+    Pair,
+    assert_close,
+    make_pair,
+    run_a_round,
+)
+from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.model_executor.model_runner import LoadedModel, ModelRunner
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.model_executor.model_runner import LoadedModel
+from sglang.srt.model_executor.runner_group import make_runners
 from utils import CONTEXT_LEN, VOCAB_SIZE, Setup, make_execution, make_random_llama
 
 torch.set_num_threads(1)
-CPU: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "attention_backend": "torch_native",
-    "max_graph_width": 0,
-}
-HIDDEN_SIZE = 64
-TOLERANCE = 2e-5  # of the largest value: EAGLE's hidden states grow with each step
 ROUNDED = 1e-4  # where a processor's order of sums is amplified from step to step
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
-WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE}
 BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 
 
@@ -52,120 +52,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its head is not its embedding: a head that confuses them gives other logits."""
     folder = tmp_path_factory.mktemp("target")
     return make_random_llama(folder / "model", num_hidden_layers=8, tie_word_embeddings=False)
-
-
-@dataclass
-class Pair:
-    """A target and a head, and the head's oracle."""
-
-    group: RunnerGroup
-    oracle: Oracle
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.group.runners[1]
-
-    @property
-    def model(self) -> DraftHead:
-        model = self.runner.model
-        assert isinstance(model, DraftHead)
-        return model
-
-
-def make_pair(
-    target: Path, folder: Path, kind: str, page_size: int = 1, token_map: str | None = None
-) -> Pair:
-    setup = Setup(num_pages=512 // page_size, page_size=page_size)
-    execution = make_execution(target, setup, **CPU)
-    head = load_head_config(str(folder), kind, execution.model, token_map)
-    group = make_runners(execution, replace(execution, model=head))
-    weights = load_file(target / FILE)
-    embedding = weights["model.embed_tokens.weight"]
-    return Pair(group, Oracle(folder, embedding, weights.get("lm_head.weight", embedding)))
-
-
-class Feeding:
-    """Feeds requests through the paged pool, and knows what the oracle gets: whole sequences."""
-
-    def __init__(self, pair: Pair, seed: int = 0, tolerance: float = TOLERANCE) -> None:
-        self.pair = pair
-        self.tolerance = tolerance
-        self.generator = torch.Generator().manual_seed(seed)
-        self.tokens: dict[int, list[int]] = {}
-        self.hidden: dict[int, torch.Tensor] = {}
-        size = pair.group.memory.page_size
-        table = pair.runner.req_to_token_pool.req_to_token
-        pages = 1 + torch.randperm(pair.group.memory.num_pages, generator=self.generator)
-        per_row = -(-160 // size)
-        for row in range(3):
-            first = pages[row * per_row : (row + 1) * per_row, None] * size
-            slots = (first + torch.arange(size)).flatten()
-            table[row, : len(slots)] = slots.to(table.dtype)
-
-    def random(self, count: int, width: int) -> tuple[list[int], torch.Tensor]:
-        tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=self.generator)
-        return tokens.tolist(), torch.randn(count, width, generator=self.generator)
-
-    def feed(
-        self, chunks: dict[int, tuple[list[int], torch.Tensor]], reads: list[int] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step, compared with the oracle: rows to tokens and hidden inputs. Returns carried
-        hidden states and logits of all rows, or of those that `reads` names."""
-        pair, runner, expected = self.pair, self.pair.runner, []
-        table = runner.req_to_token_pool.req_to_token
-        positions, slots, kv_lens = [], [], []
-        for row, (tokens, hidden) in chunks.items():
-            own = pair.oracle.combine(hidden) if hidden.shape[1] != HIDDEN_SIZE else hidden
-            start = len(self.tokens.setdefault(row, []))
-            self.tokens[row] += tokens
-            self.hidden[row] = torch.cat((self.hidden.get(row, own[:0]), own))
-            results = pair.oracle.run(self.tokens[row], self.hidden[row])
-            expected.append([result[start:] for result in results])
-            positions.append(torch.arange(start, start + len(tokens)))
-            slots.append(table[row, positions[-1]].long())
-            kv_lens.append(start + len(tokens))
-        batch = ForwardBatch(
-            input_ids=torch.tensor([token for tokens, _ in chunks.values() for token in tokens]),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
-            rows=torch.tensor(list(chunks)),
-            q_lens=[len(tokens) for tokens, _ in chunks.values()],
-            kv_lens=torch.tensor(kv_lens),
-            kv_len_upper_bounds=kv_lens,
-            bounds_are_exact=True,
-            read_index=None if reads is None else torch.tensor(reads),
-            hidden=torch.cat([hidden for _, hidden in chunks.values()]),
-        )
-        hidden = runner.forward(batch).hidden.clone()
-        logits = runner.compute_logits(hidden)
-        chosen = slice(None) if reads is None else reads
-        wanted_hidden, wanted_logits = (torch.cat(each)[chosen] for each in zip(*expected))
-        assert_close(hidden, wanted_hidden, self.tolerance)
-        if pair.model.hot_head is not None:
-            wanted_logits = wanted_logits[:, pair.model.hot_ids]
-        assert_close(logits, wanted_logits, self.tolerance)
-        return hidden, logits
-
-
-def assert_close(
-    values: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE
-) -> None:
-    atol = tolerance * float(expected.abs().max())
-    torch.testing.assert_close(values, expected, rtol=1e-4, atol=atol)
-
-
-def run_a_round(pair: Pair, kind: str, tolerance: float = TOLERANCE) -> None:
-    """Chunks of prompts side by side, then draft steps, then rows of a target's step again."""
-    feeding, width = Feeding(pair, tolerance=tolerance), WIDTHS[kind]
-    feeding.feed({0: feeding.random(40, width), 1: feeding.random(5, width)})
-    feeding.feed({1: feeding.random(17, width), 2: feeding.random(1, width)}, reads=[16, 17])
-    hidden, logits = feeding.feed({row: feeding.random(3, width) for row in (0, 1, 2)})
-    hidden, logits = hidden[2::3], logits[2::3]
-    for _ in range(3):
-        tokens = pair.model.to_target_ids(logits.argmax(dim=-1)).tolist()
-        steps = {row: ([tokens[row]], hidden[row : row + 1]) for row in range(3)}
-        hidden, logits = feeding.feed(steps)
-    feeding.feed({1: feeding.random(4, width)}, reads=[3])
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -289,7 +175,7 @@ def test_an_update_of_the_target_reaches_the_head(
         tmp_path / "other", seed=5, num_hidden_layers=8, tie_word_embeddings=False
     )
     weights = pair.group.target.weights
-    weights.apply(weights.from_directory(str(other)))
+    weights.apply(weights.reader.from_directory(str(other)))
     new = load_file(other / FILE)
     pair.oracle.embedding = new["model.embed_tokens.weight"]
     pair.oracle.output = new["lm_head.weight"]
@@ -309,7 +195,7 @@ def test_the_head_of_a_target_that_is_untied_by_its_files_is_shared(
     pair = make_pair(untied, write_eagle(tmp_path / "head"), EAGLE, token_map=token_map)
     run_a_round(pair, EAGLE)
     weights = pair.group.target.weights
-    weights.apply(weights.from_tensors([("lm_head.weight", -pair.oracle.output)]))
+    weights.apply(weights.reader.from_tensors([("lm_head.weight", -pair.oracle.output)]))
     pair.oracle.output = -pair.oracle.output
     run_a_round(pair, EAGLE)
 
@@ -324,7 +210,7 @@ def test_the_head_of_a_tied_target_follows_its_embedding(tmp_path: Path, has_map
     new = torch.flip(pair.oracle.embedding, (0,))
     weights = pair.group.target.weights
     tensors = {"model.embed_tokens.weight": new, "lm_head.weight": new.clone()}
-    weights.apply(weights.from_tensors(tensors.items()))
+    weights.apply(weights.reader.from_tensors(tensors.items()))
     pair.oracle.embedding = pair.oracle.output = new
     run_a_round(pair, EAGLE, ROUNDED)
 
@@ -352,7 +238,7 @@ def test_an_update_of_the_head_itself(target: Path, tmp_path: Path, kind: str) -
     else:
         other = write_eagle3(tmp_path / "other", seed=3)
     weights = pair.runner.weights
-    weights.apply(weights.from_directory(str(other)))
+    weights.apply(weights.reader.from_directory(str(other)))
     pair.oracle = Oracle(other, pair.oracle.embedding, pair.oracle.output)
     run_a_round(pair, kind)
     if kind == EAGLE3:
@@ -391,7 +277,8 @@ def test_the_targets_taps_are_what_an_eagle3_head_reads(target: Path, tmp_path: 
     execution = make_execution(target, Setup(), **CPU)
     folder = write_eagle3(tmp_path / "head")
     head = load_head_config(str(folder), EAGLE3, execution.model)
-    capture = HiddenCapture(tap_layers(head, execution.model.num_layers))
+    assert head.taps is not None
+    capture = HiddenCapture(head.taps.layers)
     group = make_runners(replace(execution, capture=capture), replace(execution, model=head))
     weights = load_file(target / FILE)
     oracle = Oracle(folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"])

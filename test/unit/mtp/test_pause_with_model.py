@@ -18,6 +18,7 @@ from sglang.srt.messages.control import (
     UpdateWeightsReq,
 )
 from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.weight_sync.serving_weights import ServingWeights
 from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,
@@ -45,7 +46,7 @@ class ModelHarness(SchedulerHarness):
     def __init__(self, path: Path, **changes: Any) -> None:
         setup = Setup(num_pages=600, chunked_prefill_size=16, **changes)
         self.runner = make_runner(path, setup, 128, MTP_MAX_ROWS)
-        resources = ModelResources(weights=self.runner.weights, memory={})
+        resources = ModelResources(weights=ServingWeights(self.runner.weights), memory={})
         super().__init__(setup, make_mtp_worker(self.runner, MASK), resources=resources)
 
     def start(self) -> list[int]:
@@ -173,7 +174,7 @@ def test_retracted_requests_go_on_as_if_the_new_weights_had_read_all_before(
         if num_left:
             [tail] = fresh.generate([prompt + head], max_new_tokens=num_left, **kind)
             assert harness.outputs[req_id].token_ids == head + tail
-            assert harness.outputs[req_id].weight_spans[-1] == ("v1", len(head))
+            assert harness.outputs[req_id].weight_spans["target"][-1] == ("v1", len(head))
 
 
 def test_in_place_keeps_the_old_weights_kv(small_model: Path, other_model: Path) -> None:

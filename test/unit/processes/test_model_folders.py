@@ -422,5 +422,9 @@ def test_of_two_servers_that_convert_at_once_both_get_a_whole_folder(
 def test_a_revision_of_a_folder_has_no_effect_and_a_line_says_so(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert found(model_path=str(model), revision="main").model_path == str(model)
-    assert f"Revision main has no effect: {model} is a folder." in caplog.messages
+    """The default branch needs none."""
+    draft = {"speculative_draft_model_path": str(model)}
+    for revision in ("main", "v2"):
+        args = found(model_path=str(model), speculative_draft_model_revision=revision, **draft)
+        assert args.speculative_draft_model_path == str(model)
+    assert caplog.messages == [f"Revision v2 has no effect: {model} is a folder."]

@@ -229,7 +229,9 @@ def test_heads_that_cannot_be_used_are_refused_before_weights_are_loaded(
         write(tmp_path / "vocabulary", vocab_size=99)
     )
     assert "hidden_size is 32" in said(write(tmp_path / "size", hidden_size=32))
-    assert "no head of the kind" in said(write(tmp_path / "kind", architectures=["Other"]))
+    assert "architecture 'Other' is of no head" in said(
+        write(tmp_path / "kind", architectures=["Other"])
+    )
     broken = write(tmp_path / "broken")
     (broken / "config.json").write_text("[")
     assert "config.json" in said(broken)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.messages.requests import LogprobOptions
@@ -16,7 +17,7 @@ from sglang.srt.scheduling.step_builder import StepBuilder
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import BatchRequest, HostResult
 
-STATES = [b"0", b"1", b"2", b"next request"]
+STATES = torch.arange(4.0)[:, None, None]  # the last one is of the next request
 
 
 @pytest.mark.parametrize(
@@ -24,12 +25,12 @@ STATES = [b"0", b"1", b"2", b"next request"]
     [
         (3, 5, STATES[:3]),
         (3, 4, STATES[:2]),  # the last row of the prompt is fed again, and has its state then
-        (1, 4, []),
-        (0, 4, []),
+        (1, 4, STATES[:0]),
+        (0, 4, STATES[:0]),
     ],
 )
 def test_a_row_that_is_fed_again_gives_its_state_once(
-    num_hidden: int, num_kept: int, expected: list[bytes]
+    num_hidden: int, num_kept: int, expected: torch.Tensor
 ) -> None:
     """Of a prompt of five tokens the states of the last `num_hidden` are wanted."""
     request: Any = None  # not looked at
@@ -37,10 +38,17 @@ def test_a_row_that_is_fed_again_gives_its_state_once(
     row = LaunchedRow(request, prompt, max_kept=5, hidden=range(5 - num_hidden, 5))
     result = HostResult([[7], [8]], [int(num_kept == 5), 1], [num_kept, 1], hidden_states=STATES)
     reader = LogprobsAndHiddenReader(result)
-    assert reader.take_hidden_states(row, num_kept) == expected
+    assert_equal(reader.take_hidden_states(row, num_kept), expected)
     chunk = BatchRequest(1, 1, num_prompt_tokens=1, emits=False)
     behind = LaunchedRow(request, chunk, max_kept=1, hidden=range(1))
-    assert reader.take_hidden_states(behind, 1) == [STATES[num_hidden]]
+    assert_equal(reader.take_hidden_states(behind, 1), STATES[num_hidden : num_hidden + 1])
+
+
+def assert_equal(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+    if found is None:
+        assert len(expected) == 0
+    else:
+        assert torch.equal(found, expected)
 
 
 def asking(row: int, num_kv: int, num_tokens: int, **asks: Any) -> Req:

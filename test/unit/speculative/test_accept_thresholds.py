@@ -231,6 +231,7 @@ def test_the_lower_a_threshold_the_more_is_accepted(
     assert rates[-1] == 1.0
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_a_draft_that_the_target_cannot_give_is_never_accepted(
     paths: dict[str, Path], kind: str

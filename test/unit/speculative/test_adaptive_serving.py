@@ -163,6 +163,7 @@ class Storm:
             self.num_answers += 1
 
 
+@pytest.mark.long_matrix
 def test_a_storm_of_switches_loses_nothing_and_leaves_nothing(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -696,6 +696,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.long_matrix
 @given(st.dictionaries(st.sampled_from(ENTRY_NAMES), JSON_VALUES, max_size=3) | JSON_VALUES)
 @settings(max_examples=100, deadline=None)
 def test_whatever_a_file_says_is_read_or_refused_on_one_line(value: Any) -> None:

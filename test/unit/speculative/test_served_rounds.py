@@ -55,6 +55,7 @@ def test_more_requests_are_given_fewer_drafts() -> None:
     assert means[0] > means[1] > means[2]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
 def test_a_head_rests_where_drafts_do_not_pay_and_wakes_when_they_do(options: RoundOptions) -> None:
     served = ServedRounds(Load(96), NEVER, options, can_rest=True)

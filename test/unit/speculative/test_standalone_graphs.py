@@ -62,6 +62,7 @@ def test_whole_rounds_are_graphs(
     assert len(drafts) > 1 if policy == JUMPING else drafts == {NUM_STEPS}
 
 
+@pytest.mark.long_matrix
 def test_rounds_of_a_draft_model_that_is_the_target_confirm_all_drafts(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
@@ -114,6 +115,7 @@ def test_graphs_of_the_draft_model_compute_one_row_of_each_request(paths: dict[s
     assert not target.draft_graph_keys
 
 
+@pytest.mark.long_matrix
 def test_requests_that_are_retracted_all_the_time(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:

@@ -55,6 +55,7 @@ def learnt(begin: float, stay: float, num_drafts: int, num_rounds: int, seed: in
     return found
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_drafts", [2, 3, 7])
 @pytest.mark.parametrize(("begin", "stay"), TEXTS)
 def test_rounds_of_any_number_of_drafts_give_what_it_says(

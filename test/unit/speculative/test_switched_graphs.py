@@ -40,10 +40,12 @@ def right(graphs: None) -> list[Reference]:
     return switched_graphs.references(PLACE)
 
 
+@pytest.mark.long_matrix
 def test_tokens_are_those_without_a_head(right: list[Reference]) -> None:
     switched_graphs.check_tokens(PLACE, right, CHANGING, switched_graphs.NUM_STEPS)
 
 
+@pytest.mark.long_matrix
 def test_switches_capture_and_keep_nothing() -> None:
     switched_graphs.check_storm(PLACE, LEAST_SWITCHES)
 

@@ -17,7 +17,8 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.model_loader.weight_copies import have_equal_values
-from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
+from sglang.srt.weight_sync.weight_store import WeightStore
 from utils import Setup, make_random_model, make_runner
 
 WEIGHTS = "model.safetensors"
@@ -124,9 +125,9 @@ def test_an_update_of_an_untied_model_sets_both(
 ) -> None:
     head = torch.flip(other[HEAD], (0,))
     path = stored(plain, tmp_path / "model", other | {HEAD: head})
-    untied.weights.apply(untied.weights.from_directory(str(path)))
+    untied.weights.apply(untied.weights.reader.from_directory(str(path)))
     assert_served_as_by_transformers(untied, path)
-    untied.weights.apply(untied.weights.from_tensors([(HEAD, other[HEAD])]))
+    untied.weights.apply(untied.weights.reader.from_tensors([(HEAD, other[HEAD])]))
     assert torch.equal(untied.model.get_parameter(EMBEDDING), other[EMBEDDING])
     assert torch.equal(untied.model.get_parameter(HEAD), other[HEAD])
 
@@ -136,7 +137,7 @@ def test_a_folder_with_one_of_both_sets_both_of_an_untied_model(
     untied: ModelRunner, plain: Path, other: Tensors, tmp_path: Path, without: str
 ) -> None:
     path = stored(plain, tmp_path / "model", other, without)
-    untied.weights.apply(untied.weights.from_directory(str(path)))
+    untied.weights.apply(untied.weights.reader.from_directory(str(path)))
     assert_served_as_by_transformers(untied, path)
     assert not is_tied(untied)
 
@@ -145,19 +146,19 @@ def test_a_folder_with_one_of_both_sets_both_of_an_untied_model(
 
 
 def from_directory(store: WeightStore, path: Path) -> Tensors:
-    return store.from_directory(str(path))
+    return store.reader.from_directory(str(path))
 
 
 def from_file(store: WeightStore, path: Path) -> Tensors:
-    return store.from_file(str(path / WEIGHTS))
+    return store.reader.from_file(str(path / WEIGHTS))
 
 
 def from_safetensors(store: WeightStore, path: Path) -> Tensors:
-    return store.from_safetensors(save(load_file(path / WEIGHTS)))
+    return store.reader.from_safetensors(save(load_file(path / WEIGHTS)))
 
 
 def from_tensors(store: WeightStore, path: Path) -> Tensors:
-    return store.from_tensors(iter(load_file(path / WEIGHTS).items()))
+    return store.reader.from_tensors(iter(load_file(path / WEIGHTS).items()))
 
 
 SOURCES = [from_directory, from_file, from_safetensors, from_tensors]
@@ -192,13 +193,13 @@ def test_a_folder_with_the_head_alone_updates_both(
     runner: ModelRunner, plain: Path, other: Tensors, tmp_path: Path
 ) -> None:
     path = stored(plain, tmp_path / "model", other, without=EMBEDDING)
-    runner.weights.apply(runner.weights.from_directory(str(path)))
+    runner.weights.apply(runner.weights.reader.from_directory(str(path)))
     assert_served_as_by_transformers(runner, path)
 
 
 def in_buckets(runner: ModelRunner, tensors: Tensors, names: list[str]) -> Iterator[Tensors]:
     for name in names:
-        yield runner.weights.from_tensors([(name, tensors[name])])
+        yield runner.weights.reader.from_tensors([(name, tensors[name])])
 
 
 def test_both_may_come_in_calls_of_their_own(
@@ -245,14 +246,16 @@ def test_a_later_pair_of_a_session_takes_the_place_of_an_earlier_one(
     first, second = other[EMBEDDING], torch.flip(other[EMBEDDING], (0,))
     session: Tensors = {}
     for value in (first, second):
-        session.update(runner.weights.from_tensors([(EMBEDDING, value), (HEAD, value.clone())]))
+        session.update(
+            runner.weights.reader.from_tensors([(EMBEDDING, value), (HEAD, value.clone())])
+        )
     runner.weights.apply(session)
     assert torch.equal(runner.model.get_parameter(HEAD), second)
 
 
 def test_a_head_of_another_shape_is_refused(runner: ModelRunner) -> None:
     with pytest.raises(WeightUpdateError, match=rf"{HEAD}.*\[321, 64\].*\[320, 64\]"):
-        runner.weights.from_tensors([(HEAD, torch.zeros(321, 64))])
+        runner.weights.reader.from_tensors([(HEAD, torch.zeros(321, 64))])
 
 
 def test_the_tied_head_is_found_by_its_name_and_counted_once(runner: ModelRunner) -> None:

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.control import bodies
-from sglang.srt.model_config import DTYPES
-from sglang.srt.weight_sync.weight_group import BACKENDS, TensorSpec, WeightGroup
-from sglang.srt.weight_sync.weight_store import WeightUpdateError
+from sglang.srt.weight_sync.weight_group import BACKENDS, DTYPES, TensorSpec, WeightGroup
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 from utils import Setup, make_random_llama, make_runner
 
 TIMEOUT_S = 20.0
@@ -159,10 +158,10 @@ def test_a_model_takes_over_what_a_trainer_broadcasts(start: Start, tmp_path: Pa
     runner, expected = make_runner(old, Setup()), make_runner(new, Setup())
     wanted = [
         TensorSpec(name, "torch.float32", tuple(tensor.shape))
-        for name, tensor in sorted(expected.weights.from_file(str(file)).items())
+        for name, tensor in sorted(expected.weights.reader.from_file(str(file)).items())
     ]
     group = trainer.join()
-    runner.weights.apply(runner.weights.from_tensors(group.receive(wanted)))
+    runner.weights.apply(runner.weights.reader.from_tensors(group.receive(wanted)))
     group.close()
     for (name, one), (_, other) in zip(
         runner.model.named_parameters(), expected.model.named_parameters(), strict=True
@@ -185,6 +184,13 @@ def test_values_come_in_order_with_their_types(start: Start, dtype: str) -> None
     assert received["w1"].shape == (0,)
     assert received["w2"] == 7
     assert received["w3"].isnan().all()
+    group.close()
+
+
+def test_a_table_of_tokens_comes_with_values_beyond_32_bits(start: Start) -> None:
+    group = start("send(torch.tensor([-3, 2**40]))").join()
+    ((_, received),) = group.receive(specs((2,), dtype="torch.int64"))
+    assert received.tolist() == [-3, 2**40]
     group.close()
 
 
@@ -363,9 +369,9 @@ def test_a_refused_tensor_leaves_the_group_in_step(start: Start, tmp_path: Path)
     script = "send(torch.ones(1), torch.ones(2))\nsend(torch.ones(64))"
     group = start(script).join()
     with pytest.raises(WeightUpdateError, match="w0"):
-        runner.weights.from_tensors(group.receive(specs((1,), (2,))))
+        runner.weights.reader.from_tensors(group.receive(specs((1,), (2,))))
     good = [TensorSpec("model.norm.weight", "float32", (64,))]
-    staged = runner.weights.from_tensors(group.receive(good))
+    staged = runner.weights.reader.from_tensors(group.receive(good))
     assert staged["model.norm.weight"].tolist() == [1] * 64
     group.close()
 

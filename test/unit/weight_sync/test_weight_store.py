@@ -24,7 +24,8 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
 from sglang.srt.weight_sync import weight_store
-from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError
+from sglang.srt.weight_sync.weight_store import WeightStore
 from utils import Setup, make_random_llama, make_random_model, make_runner
 
 WEIGHTS = "model.safetensors"
@@ -117,22 +118,22 @@ def storage_sizes(runner: ModelRunner) -> set[int]:
 
 
 def from_directory(store: WeightStore, pair: Pair) -> Tensors:
-    return store.from_directory(str(pair.new))
+    return store.reader.from_directory(str(pair.new))
 
 
 def from_file(store: WeightStore, pair: Pair) -> Tensors:
     staged: Tensors = {}
     for file in pair.new.glob("*.safetensors"):
-        staged.update(store.from_file(str(file)))
+        staged.update(store.reader.from_file(str(file)))
     return staged
 
 
 def from_safetensors(store: WeightStore, pair: Pair) -> Tensors:
-    return store.from_safetensors(save(pair.new_tensors))
+    return store.reader.from_safetensors(save(pair.new_tensors))
 
 
 def from_tensors(store: WeightStore, pair: Pair) -> Tensors:
-    return store.from_tensors(iter(pair.new_tensors.items()))
+    return store.reader.from_tensors(iter(pair.new_tensors.items()))
 
 
 SOURCES = [from_directory, from_file, from_safetensors, from_tensors]
@@ -160,14 +161,14 @@ def test_a_part_of_the_weights_changes_that_part_alone(
     chosen = {name: tied.new_tensors[name] for name in names}
     mixed = make_random_llama(tmp_path / "mixed", seed=1)
     save_file(load_file(mixed / WEIGHTS) | chosen, mixed / WEIGHTS)
-    runner.weights.apply(runner.weights.from_tensors(chosen.items()))
+    runner.weights.apply(runner.weights.reader.from_tensors(chosen.items()))
     assert digest(runner) == digest(make_runner(mixed, Setup()))
     assert digest(runner) != digest(make_runner(tied.old, Setup()))
 
 
 def test_an_update_of_the_embedding_changes_the_tied_head(tied: Pair, runner: ModelRunner) -> None:
     value = tied.new_tensors[EMBEDDING]
-    runner.weights.apply(runner.weights.from_tensors([(EMBEDDING, value)]))
+    runner.weights.apply(runner.weights.reader.from_tensors([(EMBEDDING, value)]))
     assert torch.equal(runner.model.get_parameter(HEAD), value)
 
 
@@ -175,7 +176,7 @@ def test_an_untied_head_and_the_embedding_are_two(tmp_path: Path) -> None:
     untied = Pair(tmp_path, tie_word_embeddings=False)
     runner = make_runner(untied.old, Setup())
     embedding = runner.model.get_parameter(EMBEDDING).clone()
-    runner.weights.apply(runner.weights.from_tensors([(HEAD, untied.new_tensors[HEAD])]))
+    runner.weights.apply(runner.weights.reader.from_tensors([(HEAD, untied.new_tensors[HEAD])]))
     assert torch.equal(runner.model.get_parameter(HEAD), untied.new_tensors[HEAD])
     assert torch.equal(runner.model.get_parameter(EMBEDDING), embedding)
 
@@ -186,7 +187,7 @@ def test_values_are_converted_when_staged(tied: Pair, source: torch.dtype) -> No
     model = load_model(config, "auto", 64, torch.bfloat16, "cpu")
     store = WeightStore(model, config)
     tensors = {name: tensor.to(source) for name, tensor in tied.new_tensors.items()}
-    staged = store.from_tensors(tensors.items())
+    staged = store.reader.from_tensors(tensors.items())
     assert {tensor.dtype for tensor in staged.values()} == {torch.bfloat16}
     store.apply(staged)
     for name in (NORM, EMBEDDING):
@@ -197,7 +198,7 @@ def test_values_are_converted_when_staged(tied: Pair, source: torch.dtype) -> No
 def test_what_is_computed_here_is_skipped(tied: Pair, runner: ModelRunner) -> None:
     inv_freq = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))
     tensors = [inv_freq, *tied.new_tensors.items()]
-    runner.weights.apply(runner.weights.from_tensors(tensors))
+    runner.weights.apply(runner.weights.reader.from_tensors(tensors))
     assert torch.equal(logits_of(runner), loaded_logits(tied.new))
 
 
@@ -207,7 +208,7 @@ def test_the_source_may_change_after_staging(
 ) -> None:
     source = tied.new_tensors[NORM].to(dtype)
     expected = source.float().clone()
-    staged = runner.weights.from_tensors([(NORM, source)])
+    staged = runner.weights.reader.from_tensors([(NORM, source)])
     source.zero_()
     assert torch.equal(staged[NORM], expected)
 
@@ -215,7 +216,7 @@ def test_the_source_may_change_after_staging(
 def test_a_file_may_change_after_staging(tied: Pair, runner: ModelRunner, tmp_path: Path) -> None:
     file, value = tmp_path / "part.safetensors", tied.new_tensors[NORM]
     save_file({NORM: value}, file)
-    staged = runner.weights.from_file(str(file))
+    staged = runner.weights.reader.from_file(str(file))
     with file.open("r+b") as opened:
         opened.seek(-value.nbytes, 2)
         opened.write(bytes(value.nbytes))
@@ -230,7 +231,7 @@ def test_tensors_may_have_any_layout(tied: Pair, runner: ModelRunner, kind: str)
         "expanded": value[:, :1].expand(value.shape),
         "with gradient": torch.nn.Parameter(value),
     }[kind]
-    staged = runner.weights.from_tensors([(K_PROJ, source)])
+    staged = runner.weights.reader.from_tensors([(K_PROJ, source)])
     runner.weights.apply(staged)
     assert torch.equal(staged[K_PROJ], source)
     assert not runner.model.get_parameter(NORM).requires_grad
@@ -285,9 +286,9 @@ def test_values_that_are_not_finite_are_refused_and_counted(
     file = tmp_path / "part.safetensors"
     save_file(tensors, file)
     for call in (
-        lambda store: store.from_tensors(tensors.items()),
-        lambda store: store.from_safetensors(save(tensors)),
-        lambda store: store.from_file(str(file)),
+        lambda store: store.reader.from_tensors(tensors.items()),
+        lambda store: store.reader.from_safetensors(save(tensors)),
+        lambda store: store.reader.from_file(str(file)),
     ):
         message = refusal(call)
         assert f"{K_PROJ!r} with 3 of 2048 values NaN or infinite as float32" in message
@@ -311,7 +312,7 @@ def test_values_that_the_models_type_cannot_hold_are_refused(
     values[7] = value
     assert values.isfinite().all()
     with pytest.raises(WeightUpdateError, match=f"{NORM}.* 1 of 64 .* {str(target)[6:]};"):
-        store.from_tensors([(NORM, values)])
+        store.reader.from_tensors([(NORM, values)])
 
 
 @pytest.mark.parametrize(("tensors", "parts"), BAD_TENSORS.values(), ids=list(BAD_TENSORS))
@@ -319,13 +320,13 @@ def test_bad_tensors_are_refused_after_good_ones_too(
     tensors: list[tuple[str, torch.Tensor]], parts: list[str], tied: Pair, refusal: Refusal
 ) -> None:
     good = [] if "no weight" in parts else [(EMBEDDING, tied.new_tensors[EMBEDDING])]
-    message = refusal(lambda store: store.from_tensors([*good, *tensors]))
+    message = refusal(lambda store: store.reader.from_tensors([*good, *tensors]))
     assert all(part in message for part in parts), message
 
 
 def test_tensors_are_read_to_their_end_though_one_is_refused(refusal: Refusal) -> None:
     left = iter([("unknown", torch.ones(1)), *[(NORM, torch.ones(64))] * 3])
-    assert "unknown" in refusal(lambda store: store.from_tensors(left))
+    assert "unknown" in refusal(lambda store: store.reader.from_tensors(left))
     assert next(left, None) is None
 
 
@@ -334,7 +335,7 @@ def test_the_first_reason_is_told_if_reading_on_fails(refusal: Refusal) -> None:
         yield "unknown", torch.ones(1)
         raise WeightUpdateError("The trainer left.")
 
-    assert "unknown" in refusal(lambda store: store.from_tensors(tensors()))
+    assert "unknown" in refusal(lambda store: store.reader.from_tensors(tensors()))
 
 
 SPOILS: dict[str, Callable[[bytes], bytes]] = {
@@ -356,8 +357,8 @@ def test_broken_safetensors_are_refused(
     data = spoil(save(tied.new_tensors))
     file = tmp_path / "part.safetensors"
     file.write_bytes(data)
-    refusal(lambda store: store.from_safetensors(data))
-    assert str(file) in refusal(lambda store: store.from_file(str(file)))
+    refusal(lambda store: store.reader.from_safetensors(data))
+    assert str(file) in refusal(lambda store: store.reader.from_file(str(file)))
 
 
 def raw_safetensors(entries: list[tuple[str, str, list[int], int, int]]) -> bytes:
@@ -390,27 +391,27 @@ def test_strange_headers_are_refused(
     data = raw_safetensors(entries)
     file = tmp_path / "part.safetensors"
     file.write_bytes(data)
-    refusal(lambda store: store.from_safetensors(data))
-    refusal(lambda store: store.from_file(str(file)))
+    refusal(lambda store: store.reader.from_safetensors(data))
+    refusal(lambda store: store.reader.from_file(str(file)))
 
 
 def test_a_plain_header_of_that_kind_is_taken(runner: ModelRunner) -> None:
     data = raw_safetensors([(NORM, "F32", [64], 0, 256)])
-    assert torch.equal(runner.weights.from_safetensors(data)[NORM], torch.zeros(64))
+    assert torch.equal(runner.weights.reader.from_safetensors(data)[NORM], torch.zeros(64))
 
 
 def test_a_checkpoint_must_be_complete(tied: Pair, tmp_path: Path, refusal: Refusal) -> None:
     tensors = tied.new_tensors
     del tensors[K_PROJ]
     save_file(tensors, tmp_path / WEIGHTS)
-    message = refusal(lambda store: store.from_directory(str(tmp_path)))
+    message = refusal(lambda store: store.reader.from_directory(str(tmp_path)))
     assert K_PROJ in message
     assert str(tmp_path) in message
 
 
 def test_a_bundled_model_goes_by_its_name(refusal: Refusal) -> None:
     """It is found, and has other shapes than this one."""
-    message = refusal(lambda store: store.from_directory("demo"))
+    message = refusal(lambda store: store.reader.from_directory("demo"))
     assert "tiny-code has a weight" in message
 
 
@@ -418,10 +419,10 @@ def test_a_directory_goes_by_the_same_names_as_at_the_start(
     tied: Pair, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tied.new.parent))
-    staged = runner.weights.from_directory(f"~/{tied.new.name}")
-    assert staged.keys() == runner.weights.from_directory(str(tied.new)).keys()
+    staged = runner.weights.reader.from_directory(f"~/{tied.new.name}")
+    assert staged.keys() == runner.weights.reader.from_directory(str(tied.new)).keys()
     with pytest.raises(WeightUpdateError, match=r"^model_path 'demo/' is not a .* or `demo`\.$"):
-        runner.weights.from_directory("demo/")
+        runner.weights.reader.from_directory("demo/")
 
 
 def test_a_name_in_two_files_of_a_checkpoint_is_refused(
@@ -429,7 +430,7 @@ def test_a_name_in_two_files_of_a_checkpoint_is_refused(
 ) -> None:
     save_file(tied.new_tensors, tmp_path / "a.safetensors")
     save_file({NORM: torch.ones(64)}, tmp_path / "b.safetensors")
-    message = refusal(lambda store: store.from_directory(str(tmp_path)))
+    message = refusal(lambda store: store.reader.from_directory(str(tmp_path)))
     assert "twice" in message
     assert NORM in message
 
@@ -437,15 +438,15 @@ def test_a_name_in_two_files_of_a_checkpoint_is_refused(
 @pytest.mark.parametrize("path", ["", "missing", "\0", "x" * 300])
 def test_paths_that_name_nothing_are_refused(path: str, refusal: Refusal) -> None:
     for message in (
-        refusal(lambda store: store.from_directory(path)[:0]),
-        refusal(lambda store: store.from_file(path)),
+        refusal(lambda store: store.reader.from_directory(path)[:0]),
+        refusal(lambda store: store.reader.from_file(path)),
     ):
         assert "is not a" in message
 
 
 def test_a_directory_is_no_file_and_a_file_no_directory(tied: Pair, refusal: Refusal) -> None:
-    refusal(lambda store: store.from_file(str(tied.new)))
-    refusal(lambda store: store.from_directory(str(tied.old / WEIGHTS)))
+    refusal(lambda store: store.reader.from_file(str(tied.new)))
+    refusal(lambda store: store.reader.from_directory(str(tied.old / WEIGHTS)))
 
 
 def make_pipe(path: Path) -> None:
@@ -472,14 +473,14 @@ def test_only_regular_files_are_read(
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
     file, index = tmp_path / WEIGHTS, tmp_path / INDEX
     make(file)
-    assert "is not a file" in refusal(lambda store: store.from_file(str(file)))
-    assert "no regular file" in refusal(lambda store: store.from_directory(str(tmp_path)))
+    assert "is not a file" in refusal(lambda store: store.reader.from_file(str(file)))
+    assert "no regular file" in refusal(lambda store: store.reader.from_directory(str(tmp_path)))
     index.write_text(json.dumps({"weight_map": {NORM: WEIGHTS}}))
-    assert "no regular file" in refusal(lambda store: store.from_directory(str(tmp_path)))
+    assert "no regular file" in refusal(lambda store: store.reader.from_directory(str(tmp_path)))
     index.unlink()
     file.rmdir() if file.is_dir() else file.unlink()
     make(index)
-    assert INDEX in refusal(lambda store: store.from_directory(str(tmp_path)))
+    assert INDEX in refusal(lambda store: store.reader.from_directory(str(tmp_path)))
 
 
 def test_what_becomes_a_pipe_after_the_check_blocks_nothing(
@@ -488,13 +489,13 @@ def test_what_becomes_a_pipe_after_the_check_blocks_nothing(
     file = tmp_path / WEIGHTS
     make_pipe(file)
     monkeypatch.setattr(os.path, "isfile", lambda path: True)
-    assert "no regular file" in refusal(lambda store: store.from_file(str(file)))
+    assert "no regular file" in refusal(lambda store: store.reader.from_file(str(file)))
 
 
 def test_links_to_files_are_followed(tied: Pair, runner: ModelRunner, tmp_path: Path) -> None:
     for file in tied.new.glob("*.safetensors"):
         (tmp_path / file.name).symlink_to(file)
-    runner.weights.apply(runner.weights.from_directory(str(tmp_path)))
+    runner.weights.apply(runner.weights.reader.from_directory(str(tmp_path)))
     assert torch.equal(logits_of(runner), loaded_logits(tied.new))
 
 
@@ -513,9 +514,9 @@ def test_a_file_may_be_cut_while_weights_are_taken_from_it(
 
     monkeypatch.setattr(WeightPlaces, "place_of", cut_first)
     if read == "file":
-        staged = runner.weights.from_file(str(file))
+        staged = runner.weights.reader.from_file(str(file))
     else:
-        staged = runner.weights.from_directory(str(tmp_path))
+        staged = runner.weights.reader.from_directory(str(tmp_path))
     assert os.path.getsize(file) == 0
     assert all(torch.equal(staged[name], expected[name]) for name in staged)
 
@@ -537,11 +538,11 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     os.utime(file, (0, 0))
     monkeypatch.setattr(os, "fstat", change_after)
-    assert "changed while" in refusal(lambda store: store.from_file(str(file)))
+    assert "changed while" in refusal(lambda store: store.reader.from_file(str(file)))
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path, refusal: Refusal) -> None:
-    assert "*.safetensors" in refusal(lambda store: store.from_directory(str(tmp_path)))
+    assert "*.safetensors" in refusal(lambda store: store.reader.from_directory(str(tmp_path)))
 
 
 # --- release and restore -------------------------------------------------------------------------
@@ -568,7 +569,7 @@ def test_weights_may_be_released_and_updated_again_and_again(
     tied: Pair, runner: ModelRunner, temp_dir: Path
 ) -> None:
     for path in (tied.new, tied.old, tied.new):
-        staged = runner.weights.from_directory(str(path))
+        staged = runner.weights.reader.from_directory(str(path))
         runner.weights.release()
         runner.weights.restore()
         runner.weights.apply(staged)
@@ -584,7 +585,7 @@ def test_weights_are_staged_but_not_applied_while_released(
 ) -> None:
     before = digest(runner)
     runner.weights.release()
-    staged = runner.weights.from_directory(str(tied.new))
+    staged = runner.weights.reader.from_directory(str(tied.new))
     with pytest.raises(WeightUpdateError, match="released"):
         runner.weights.apply(staged)
     assert storage_sizes(runner) == {0}

@@ -13,11 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import CONTEXT, STANDALONE, eagle_config_for, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
+from mtp_oracle import load_reference
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import (
     NUM_STEPS,
@@ -33,7 +35,7 @@ from sglang.srt.control.memory_control import GRAPH_TAG
 from sglang.srt.lookahead.cut import LatencyTable
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.messages.control import MemoryOccupationReq
-from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.messages.requests import HiddenFileOptions, LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.step.draft_shapes import TreeShape
@@ -135,6 +137,32 @@ def test_what_a_graph_cannot_do_runs_piece_by_piece(
     assert not served.rounds
     assert served.num_pieces > 10
     assert [served.harness.outputs[each].token_ids for each in ids] == right
+
+
+@pytest.mark.parametrize(
+    "tree", [None, pytest.param(TreeShape(3, 2, 7), marks=pytest.mark.long_matrix)], ids=str
+)
+@torch.inference_mode()
+def test_graphs_give_hidden_states_of_layers_that_requests_may_have(
+    paths: dict[str, Path], tree: TreeShape | None, tmp_path: Path
+) -> None:
+    """Those of transformers, of layers that the head does not read too."""
+    reference = load_reference(paths["target"])
+    layers = [4, 0, reference.config.num_hidden_layers]
+    served = serving(paths, tree=tree, returned=(4, 0))
+    ids = {}
+    for index, prompt in enumerate(prompts()[:5]):
+        options = HiddenFileOptions(str(tmp_path / str(index)), layers)
+        more = {"hidden_states": "all", "hidden_file": options}
+        ids[served.harness.submit(prompt, **params_of(index), **more)] = prompt
+    served.harness.run()
+    assert len(served.rounds) > served.num_pieces > 0
+    for index, (req_id, prompt) in enumerate(ids.items()):
+        fed = torch.tensor([prompt + served.harness.outputs[req_id].token_ids[:-1]])
+        states = reference.model(fed, output_hidden_states=True).hidden_states
+        expected = torch.stack([states[layer][0] for layer in layers], dim=1)
+        found = load_file(tmp_path / str(index))["hidden_states"]
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_one_that_asks_for_more_takes_the_others_with_it_only_while_it_runs(

@@ -32,23 +32,38 @@ from sglang.srt.messages.control import (
     WeightSessionReq,
     WeightSource,
 )
-from sglang.srt.sent_tensors import MAX_NAME_CHARS, MAX_SIZE, MAX_TENSORS, SHARED_MEMORY
+from sglang.srt.sent_tensors import (
+    DTYPE_BYTES,
+    MAX_NAME_CHARS,
+    MAX_SIZE,
+    MAX_TENSORS,
+    SHARED_MEMORY,
+    WeightSelector,
+)
 
 MAX_WEIGHT_BYTES = 2**32 - 1  # the most that one message can hold
 BUCKET = "flattened_bucket"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
+FolderName = Annotated[str, Meta(min_length=1, max_length=4_096)]
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
 TensorName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Dtype = Literal[
-    "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
+    "float32",
+    "bfloat16",
+    "float16",
+    "int64",
+    "torch.float32",
+    "torch.bfloat16",
+    "torch.float16",
+    "torch.int64",
 ]
 Shape = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=8)]
 GroupBackend = Literal["gloo", "nccl"]
 
 
-class WeightUpdateOptions(msgspec.Struct, kw_only=True):
-    """The fields that all bodies of weight updates share.
+class TakeOverOptions(msgspec.Struct, kw_only=True):
+    """The fields that all bodies of calls share that take new weights over.
 
     Attributes:
         weight_version: new label of the weights; null keeps the old one.
@@ -64,10 +79,6 @@ class WeightUpdateOptions(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         check_printable(weight_version=self.weight_version)
 
-    def update(self, source: WeightSource) -> UpdateWeightsReq:
-        """Makes the message of an update from `source`."""
-        return UpdateWeightsReq(source=source, **self._options())
-
     def _options(self) -> dict[str, Any]:
         return {
             "weight_version": self.weight_version,
@@ -76,17 +87,44 @@ class WeightUpdateOptions(msgspec.Struct, kw_only=True):
         }
 
 
-class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_disk`: a complete checkpoint of safetensors."""
+class WeightUpdateOptions(TakeOverOptions, kw_only=True):
+    """The fields that all bodies of weight updates share.
 
-    model_path: Annotated[str, Meta(min_length=1, max_length=4_096)]
+    Attributes:
+        selector: the models that the weights may be of: `target`, `draft` (a head or a draft
+            model) or `all`, where names of the draft model's weights begin with `draft.`.
+    """
+
+    selector: WeightSelector = "all"
+
+    def update(self, source: WeightSource) -> UpdateWeightsReq:
+        """Makes the message of an update from `source`."""
+        return UpdateWeightsReq(source=source, selector=self.selector, **self._options())
+
+
+class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
+    """Body of `/update_weights_from_disk`: a complete checkpoint of safetensors.
+
+    Attributes:
+        model_path: the target's, or with selector `draft` the draft model's.
+        draft_model_path: with selector `all` a checkpoint of the draft model, taken over together
+            with the target's; null: the draft model keeps its weights.
+    """
+
+    model_path: FolderName
+    draft_model_path: FolderName | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_printable(model_path=self.model_path)
+        check_printable(model_path=self.model_path, draft_model_path=self.draft_model_path)
+        if self.draft_model_path is not None and self.selector != "all":
+            raise field_error(
+                "draft_model_path",
+                "goes with selector all; with selector draft the folder is model_path",
+            )
 
     def message(self) -> UpdateWeightsReq:
-        return self.update(FromDirectory(self.model_path))
+        return self.update(FromDirectory(self.model_path, self.draft_model_path or ""))
 
 
 class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
@@ -173,7 +211,7 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
             raise field_error("names", "must not name a tensor twice")
         for index, name in enumerate(self.names):
             check_printable(**{f"names[{index}]": name})
-            value_bytes = 4 if self.dtypes[index].endswith("float32") else 2
+            value_bytes = DTYPE_BYTES[self.dtypes[index].removeprefix("torch.")]
             if math.prod(self.shapes[index]) * value_bytes > MAX_SIZE:
                 raise field_error(f"shapes[{index}]", f"must be of up to {MAX_SIZE} bytes")
 
@@ -239,7 +277,7 @@ class BeginWeightUpdateReqInput(msgspec.Struct, kw_only=True):
         return WeightSessionReq(action="begin")
 
 
-class CommitWeightUpdateReqInput(WeightUpdateOptions, kw_only=True):
+class CommitWeightUpdateReqInput(TakeOverOptions, kw_only=True):
     """Body of `/commit_weight_update` (and `/end_weight_update`)."""
 
     def message(self) -> WeightSessionReq:

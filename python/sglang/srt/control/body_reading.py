@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from sglang.srt.control.bodies import (
+    BeginWeightUpdateReqInput,
     RollbackWeightUpdateReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
@@ -54,7 +55,7 @@ SGLANG_FIELDS: dict[str, Ignored] = {
         "must be auto or safetensors; nothing else is read, so send tensors one by one",
     ),
     "selector": Ignored(
-        ("target", "all"), "must be target or all; there is no draft model with weights of its own"
+        ("target", "all"), "must be target or all here; updates of weights take draft too"
     ),
     "is_async": Ignored((False,), "must be false: an update is answered when it is done"),
     "disable_draft_model": Ignored(),
@@ -85,6 +86,10 @@ MORE_FIELDS: dict[type, dict[str, Ignored]] = {
         ),
         Ignored((), "is not supported here; leave it out"),
     ),
+    # Each update of the session says which models it is of.
+    BeginWeightUpdateReqInput: {
+        "selector": Ignored(("target", "draft", "all"), "must be target, draft or all")
+    },
     # verl's: whether to reset a store of KV outside of the server, and there is none.
     MemoryOccupationReqInput: {"reset_connector": Ignored()},
 }

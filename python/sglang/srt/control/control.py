@@ -18,6 +18,7 @@ from sglang.srt.control.weight_control import POLL_S, ModelWeights, WeightContro
 from sglang.srt.control.weight_inspection import WeightInspection
 from sglang.srt.messages.control import (
     ABORT_MESSAGE,
+    DRAFT_MODEL,
     AbortReq,
     GetInternalStateReq,
     GetInternalStateReqOutput,
@@ -74,6 +75,8 @@ class Control:
         self._stats = stats
         self._reply = reply
         self._clock = clock
+        if resources.weights.has_draft:
+            lifecycle.set_weight_version(lifecycle.weight_version, DRAFT_MODEL)
         self.state = EngineState(lifecycle, reply)
         self._between_steps = BetweenStepsQueue()
         shared = (self.state, lifecycle, self._between_steps)

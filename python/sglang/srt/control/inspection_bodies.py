@@ -23,6 +23,7 @@ from sglang.srt.messages.control import (
     StartProfileReq,
     StopProfileReq,
 )
+from sglang.srt.sent_tensors import WeightSelector
 
 MAX_PROFILED_STEPS = 10_000  # a trace of more fills memory and is never read
 
@@ -31,7 +32,7 @@ class GetWeightsByNameReqInput(msgspec.Struct, kw_only=True):
     """Body of `/get_weights_by_name`.
 
     Attributes:
-        name: name of a weight in the checkpoint.
+        name: name of a weight in the checkpoint, of the draft model's behind `draft.`.
         truncate_size: entries of its first dimension at most.
     """
 
@@ -52,12 +53,16 @@ class CheckWeightsReqInput(msgspec.Struct, kw_only=True):
         action: `snapshot` notes checksums of all weights, `compare` compares the weights with them,
             `reset` (or `reset_tensors`) sets all weights to zero, so that an update must bring
             them.
+        selector: the models whose weights are noted or reset; those that were noted are compared.
+            The target alone by default, since trainers reset what they send.
     """
 
     action: Literal["snapshot", "compare", "reset", "reset_tensors"]
+    selector: WeightSelector = "target"
 
     def message(self) -> CheckWeightsReq:
-        return CheckWeightsReq(action="reset" if self.action == "reset_tensors" else self.action)
+        action = "reset" if self.action == "reset_tensors" else self.action
+        return CheckWeightsReq(action=action, selector=self.selector)
 
 
 class PostProcessWeightsReqInput(msgspec.Struct, kw_only=True):

@@ -221,7 +221,7 @@ def read_internal_state(
         "num_lease_expiries": pause.num_lease_expiries,
         "stopped": state.stopped,
         "released_memory": sorted(state.released),
-        "weight_version": lifecycle.weight_version,
+        **lifecycle.named_versions,
         "weight_epoch": ledger.weight_epoch,
         "in_weight_session": state.in_weight_session,
     }

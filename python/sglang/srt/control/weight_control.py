@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,24 +23,31 @@ import torch
 
 from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import WEIGHTS_TAG
+from sglang.srt.control.staged_update import StagedUpdate, models_of
 from sglang.srt.messages.control import (
     DEFAULT_GROUP,
+    DRAFT_MODEL,
+    TARGET_MODEL,
     ControlReply,
     FromBytes,
     FromDirectory,
+    FromFile,
     FromGroup,
     GroupAddress,
     UpdateWeightsReq,
     UpdateWeightVersionReq,
     WeightGroupReq,
     WeightSessionReq,
-    WeightSource,
 )
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
-from sglang.srt.sent_tensors import SentTensors
+from sglang.srt.sent_tensors import SentTensors, WeightSelector
 from sglang.srt.weight_sync.sent_memory import opened_tensors
 from sglang.srt.weight_sync.weight_group import TensorSpec, WeightGroup
-from sglang.srt.weight_sync.weight_store import StagedWeights, WeightUpdateError
+from sglang.srt.weight_sync.weight_reader import (
+    DRAFT,
+    StagedWeights,
+    WeightUpdateError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +60,14 @@ BROKEN = (
 )
 
 
-class ModelWeights(Protocol):
-    """The weights of the running model; see `weight_sync.weight_store.WeightStore`."""
+DRAFT_STAYS = (
+    " The draft model keeps its own; selector draft changes it, and names that begin with 'draft.'"
+    " do in updates of all."
+)
+
+
+class Reader(Protocol):
+    """Reads new weights; see `weight_sync.weight_reader.WeightReader`."""
 
     def from_directory(self, path: str) -> StagedWeights: ...
 
@@ -63,6 +76,15 @@ class ModelWeights(Protocol):
     def from_safetensors(self, data: bytes) -> StagedWeights: ...
 
     def from_tensors(self, tensors: Any) -> StagedWeights: ...
+
+
+class ModelWeights(Protocol):
+    """The weights of the running models; see `weight_sync.serving_weights.ServingWeights`."""
+
+    @property
+    def has_draft(self) -> bool: ...
+
+    def reader(self, selector: WeightSelector) -> Reader: ...
 
     def apply(self, staged: StagedWeights) -> None: ...
 
@@ -82,27 +104,6 @@ class _Job:
     message: WeightMessage
     future: Future[Any]
     finish: Callable[[Any], None]
-
-
-@dataclass(slots=True)
-class _Update:
-    """New weights of one call, or of a session, that have not been taken over.
-
-    Attributes:
-        is_complete: they include all weights of the model.
-        aborts: whether requests are ended instead of being waited for.
-    """
-
-    staged: dict[str, torch.Tensor] = field(default_factory=dict)
-    weight_version: str | None = None
-    is_complete: bool = False
-    aborts: bool = False
-
-    def add(self, message: UpdateWeightsReq, staged: StagedWeights) -> None:
-        self.staged.update(staged)
-        self.weight_version = message.weight_version or self.weight_version
-        self.is_complete |= isinstance(message.source, FromDirectory)
-        self.aborts |= message.abort_all_requests
 
 
 class WeightControl:
@@ -128,7 +129,8 @@ class WeightControl:
         self._between_steps = between_steps
         self._abort_all = abort_all
         self._reply = reply
-        self._session: _Update | None = None
+        self._session: StagedUpdate | None = None
+        self._half_written: set[str] = set()
         self._groups: dict[str, WeightGroup] = {}
         self._jobs: deque[_Job] = deque()
         self._first_is_due = False
@@ -157,7 +159,7 @@ class WeightControl:
     def _finish_first(self) -> None:
         self._first_is_due = False
         job = self._jobs[0]
-        if job.future.exception() is None and self._must_wait(job.message):
+        if job.future.exception() is None and self._must_wait(job):
             self._state.awaits_end = True
             self._lifecycle.mark_to_finish(waiting_too=True)
             self._state.publish()
@@ -176,17 +178,19 @@ class WeightControl:
         else:
             job.finish(result)
 
-    def _must_wait(self, message: WeightMessage) -> bool:
+    def _must_wait(self, job: _Job) -> bool:
         """Tells whether running requests must finish first: without a pause no output may mix
-        weights."""
+        weights of the target. Those of a draft model choose no token."""
+        message, session = job.message, self._session
         if not self._started_requests_run:
             return False
-        if isinstance(message, UpdateWeightsReq):
-            return self._session is None and not message.abort_all_requests
-        if isinstance(message, WeightSessionReq) and message.action == "commit":
-            aborts = message.abort_all_requests or (self._session or _Update()).aborts
-            return self._session is not None and not aborts
-        return False
+        if isinstance(message, UpdateWeightsReq) and session is None:
+            staged, aborts = job.future.result(), message.abort_all_requests
+        elif isinstance(message, WeightSessionReq) and message.action == "commit" and session:
+            staged, aborts = session.staged, message.abort_all_requests or session.aborts
+        else:
+            return False
+        return not aborts and TARGET_MODEL in models_of(staged)
 
     @property
     def _started_requests_run(self) -> bool:
@@ -196,7 +200,7 @@ class WeightControl:
 
     def _update(self, message: UpdateWeightsReq) -> None:
         def finish(staged: StagedWeights) -> None:
-            update = self._session or _Update()
+            update = self._session or StagedUpdate()
             update.add(message, staged)
             if update is not self._session:
                 self._take_over(message, update)
@@ -204,33 +208,44 @@ class WeightControl:
             text = f"{len(staged)} weights staged; commit_weight_update takes them over."
             self._answer(message.call_id, "", text, num_tensors=len(staged), staged=True)
 
-        self._start(message, functools.partial(self._read, message.source), finish)
+        self._start(message, lambda: self._read(message), finish)
 
-    def _read(self, source: WeightSource) -> StagedWeights:
+    def _read(self, message: UpdateWeightsReq) -> StagedWeights:
         """In the thread, reads and checks the weights of a source."""
-        if isinstance(source, FromDirectory):
-            return self._weights.from_directory(source.path)
-        if isinstance(source, FromBytes):
-            return self._weights.from_safetensors(source.data)
-        if isinstance(source, FromGroup):
-            return self._receive(source)
-        if isinstance(source, SentTensors):
-            return self._weights.from_tensors(opened_tensors(source))
+        source = message.source
         try:
-            return self._weights.from_file(source.path)
+            reader = self._weights.reader(message.selector)
+            if isinstance(source, FromDirectory):
+                return self._read_directories(reader, source)
+            if isinstance(source, FromBytes):
+                return reader.from_safetensors(source.data)
+            if isinstance(source, FromGroup):
+                return reader.from_tensors(self._received(source))
+            if isinstance(source, SentTensors):
+                return reader.from_tensors(opened_tensors(source))
+            return reader.from_file(source.path)
         finally:
-            if source.delete:
+            if isinstance(source, FromFile) and source.delete:
                 Path(source.path).unlink(missing_ok=True)
 
-    def _receive(self, source: FromGroup) -> StagedWeights:
+    def _read_directories(self, reader: Reader, source: FromDirectory) -> StagedWeights:
+        if not source.draft_path:
+            return reader.from_directory(source.path)
+        draft = self._weights.reader("draft").from_directory(source.draft_path)
+        return reader.from_directory(source.path) | draft
+
+    def _received(self, source: FromGroup) -> Iterator[tuple[str, torch.Tensor]]:
         group = self._groups[self._name_of_group(source.group_name)]
         parts = zip(source.names, source.dtypes, source.shapes, strict=True)
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parts]
-        return self._weights.from_tensors(group.receive(specs))
+        return group.receive(specs)
 
-    def _take_over(self, message: UpdateWeightsReq | WeightSessionReq, update: _Update) -> bool:
+    def _take_over(
+        self, message: UpdateWeightsReq | WeightSessionReq, update: StagedUpdate
+    ) -> bool:
         """Between steps, makes the staged weights serve. Returns whether that worked."""
-        problem = "" if update.is_complete else self._state.broken
+        problem = "" if self._half_written <= update.complete else self._state.broken
+        changed = models_of(update.staged)
         if WEIGHTS_TAG in self._state.released:
             problem = self._state.unusable
         if problem:
@@ -244,25 +259,39 @@ class WeightControl:
         except Exception:
             logger.exception("Weights could not be taken over; generation stops.")
             self._state.broken = BROKEN
+            self._half_written |= changed
         else:
             self._state.broken = ""
+            self._half_written.clear()
         if update.aborts or message.abort_all_requests:
             self._abort_all(WEIGHT_UPDATE_ABORT_MESSAGE)
         self._lifecycle.ledger.begin_weight_epoch()
         if self._state.broken:
             self._answer(message.call_id, BROKEN, status_code=500)
             return False
-        if update.weight_version is not None:
-            self._lifecycle.set_weight_version(update.weight_version)
+        for model, version in update.versions.items():
+            self._lifecycle.set_weight_version(version, model)
         logger.info(
-            "Weights updated: %d tensors, version %r, epoch %d.",
+            "Weights updated: %d tensors (%s), versions %s, epoch %d.",
             len(update.staged),
-            self._lifecycle.weight_version,
+            " and ".join(sorted(changed, reverse=True)),
+            self._lifecycle.weight_versions,
             self._lifecycle.ledger.weight_epoch,
         )
-        fields = {"num_tensors": len(update.staged), **self._flush(message.flush_cache)}
-        self._answer(message.call_id, "", "Weights updated.", staged=False, **fields)
+        fields = {**self._counts(update.staged), **self._flush(message.flush_cache)}
+        stays = self._weights.has_draft and DRAFT_MODEL not in changed
+        text = "Weights updated." + DRAFT_STAYS * stays
+        self._answer(message.call_id, "", text, staged=False, **fields)
         return True
+
+    def _counts(self, staged: StagedWeights) -> dict[str, int]:
+        """Counts what was taken over, and who goes on with draft KV of weights from before."""
+        counts = {"num_tensors": len(staged)}
+        if self._weights.has_draft:
+            num_drafts = sum(name.startswith(DRAFT) for name in staged)
+            counts["num_draft_tensors"] = num_drafts
+            counts["num_with_old_draft_kv"] = len(self._lifecycle.running) if num_drafts else 0
+        return counts
 
     def _flush(self, is_wanted: bool) -> dict[str, Any]:
         """Drops the prefixes of the old weights. While requests hold KV the prefixes stay, but
@@ -282,7 +311,7 @@ class WeightControl:
             problem = "A weight update has begun already; commit it or roll it back."
             self._answer(message.call_id, problem)
             return
-        self._set_session(_Update())
+        self._set_session(StagedUpdate())
         self._lifecycle.ledger.begin_weight_epoch()
         self._answer(message.call_id, "", "Weight update begun; the old weights serve on.")
 
@@ -294,7 +323,7 @@ class WeightControl:
         if not session.staged:
             self._answer(message.call_id, "Nothing has been staged; update weights or roll back.")
             return
-        session.weight_version = message.weight_version or session.weight_version
+        session.label(models_of(session.staged), message.weight_version)
         self._set_session(None)
         if not self._take_over(message, session) and not self._state.broken:
             self._set_session(session)  # nothing has changed, so the client can try again
@@ -308,7 +337,7 @@ class WeightControl:
         self._lifecycle.ledger.begin_weight_epoch()
         self._answer(message.call_id, "", "Weight update rolled back; the old weights serve.")
 
-    def _set_session(self, session: _Update | None) -> None:
+    def _set_session(self, session: StagedUpdate | None) -> None:
         self._session = session
         self._state.in_weight_session = session is not None
 
@@ -371,7 +400,7 @@ class WeightControl:
         self._state.publish()
         lifecycle = self._lifecycle
         fields = {
-            "weight_version": lifecycle.weight_version,
+            **lifecycle.named_versions,
             "weight_epoch": lifecycle.ledger.weight_epoch,
             "num_paused_requests": len(lifecycle.running) + len(lifecycle.waiting),
             **fields,

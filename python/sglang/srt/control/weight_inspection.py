@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import WEIGHTS_TAG
-from sglang.srt.messages.control import CheckWeightsReq, ControlReply, GetWeightsByNameReq
+from sglang.srt.control.weight_control import ModelWeights
+from sglang.srt.messages.control import (
+    CheckWeightsReq,
+    ControlReply,
+    GetWeightsByNameReq,
+)
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.sent_tensors import WeightSelector
+from sglang.srt.weight_sync.serving_weights import NO_DRAFT_MODEL
+from sglang.srt.weight_sync.weight_reader import DRAFT
 
 MAX_VALUES = 1 << 20  # of one answer: the scheduler makes a Python number of each
 CHECKSUM_BYTES = 1 << 22  # summed up at a time, as 64-bit numbers
 MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that a change of one byte always shows
 MAX_NAMED = 3
-
-
-class ReadableWeights(Protocol):
-    """See `weight_sync.weight_store.WeightStore`."""
-
-    def names(self) -> list[str]: ...
-
-    def value_of(self, name: str) -> torch.Tensor | None: ...
-
-    def apply(self, staged: dict[str, torch.Tensor]) -> None: ...
 
 
 class WeightInspection:
@@ -37,7 +35,7 @@ class WeightInspection:
 
     def __init__(
         self,
-        weights: ReadableWeights,
+        weights: ModelWeights,
         state: EngineState,
         lifecycle: RequestLifecycle,
         between_steps: BetweenStepsQueue,
@@ -56,7 +54,10 @@ class WeightInspection:
     def _read(self, message: GetWeightsByNameReq) -> None:
         value = None if self._are_released else self._weights.value_of(message.name)
         if value is None:
-            problem = f"name: there is no weight {message.name!r}; give a name of the checkpoint."
+            problem = (
+                f"name: there is no weight {message.name!r}; give a name of the checkpoint, of a"
+                " draft model's behind 'draft.'."
+            )
             self._answer(message.call_id, self._state.unusable or problem)
             return
         part = value[: message.truncate_size] if value.dim() else value
@@ -71,21 +72,25 @@ class WeightInspection:
 
     def _check(self, message: CheckWeightsReq) -> None:
         actions = {"snapshot": self._take_snapshot, "compare": self._compare, "reset": self._reset}
-        actions[message.action](message.call_id)
+        names = [name for name in self._weights.names() if _is_of(name, message.selector)]
+        if not names:
+            self._answer(message.call_id, NO_DRAFT_MODEL)
+            return
+        actions[message.action](message.call_id, names)
 
-    def _take_snapshot(self, call_id: int) -> None:
+    def _take_snapshot(self, call_id: int, names: Sequence[str]) -> None:
         if self._are_released:
             self._answer(call_id, self._state.unusable)
             return
-        self._snapshot = self._checksums()
+        self._snapshot = self._checksums(names)
         self._answer(call_id, "", f"Noted {len(self._snapshot)} weights.")
 
-    def _compare(self, call_id: int) -> None:
+    def _compare(self, call_id: int, _: Sequence[str]) -> None:
         if self._snapshot is None or self._are_released:
             problem = "There is no snapshot; call with action snapshot first."
             self._answer(call_id, self._state.unusable or problem)
             return
-        now = self._checksums()
+        now = self._checksums(self._snapshot)
         other = [name for name, checksum in self._snapshot.items() if now[name] != checksum]
         if not other:
             self._answer(call_id, "", f"All {len(now)} weights are those of the snapshot.")
@@ -94,7 +99,7 @@ class WeightInspection:
         problem = f"{len(other)} of {len(now)} weights are not those of the snapshot: {names}"
         self._answer(call_id, problem + (", ..." if len(other) > MAX_NAMED else "."))
 
-    def _reset(self, call_id: int) -> None:
+    def _reset(self, call_id: int, names: Sequence[str]) -> None:
         lifecycle = self._lifecycle
         num_requests = len(lifecycle.running) + len(lifecycle.waiting)
         if self._are_released or num_requests:
@@ -104,7 +109,7 @@ class WeightInspection:
         weights = self._weights
         zeros = {
             name: torch.zeros((), dtype=value.dtype).expand(value.shape)
-            for name in weights.names()
+            for name in names
             if (value := weights.value_of(name)) is not None and value.is_floating_point()
         }
         weights.apply(zeros)
@@ -116,9 +121,8 @@ class WeightInspection:
     def _are_released(self) -> bool:
         return WEIGHTS_TAG in self._state.released
 
-    def _checksums(self) -> dict[str, int]:
-        weights = self._weights
-        values = ((name, weights.value_of(name)) for name in weights.names())
+    def _checksums(self, names: Iterable[str]) -> dict[str, int]:
+        values = ((name, self._weights.value_of(name)) for name in names)
         return {name: checksum(value) for name, value in values if value is not None}
 
     def _answer(self, call_id: int, problem: str, text: str = "", **fields: Any) -> None:
@@ -127,6 +131,11 @@ class WeightInspection:
                 call_id=call_id, success=not problem, message=problem or text, fields=fields
             )
         )
+
+
+def _is_of(name: str, selector: WeightSelector) -> bool:
+    """Tells whether a weight is of the selected models."""
+    return selector == "all" or name.startswith(DRAFT) == (selector == "draft")
 
 
 def checksum(value: torch.Tensor) -> int:

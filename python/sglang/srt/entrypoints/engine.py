@@ -214,10 +214,13 @@ class Engine:
     # ---------------------------------------------------------------- weights and memory
 
     def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
-        """Changes all weights to those of a checkpoint; running requests finish first.
+        """Changes all weights of a model to those of a checkpoint; running requests finish first,
+        except where only a draft model changes.
 
         Args:
-            options: weight_version, flush_cache=True, abort_all_requests=False.
+            options: weight_version, flush_cache=True, abort_all_requests=False, and selector="all"
+                (`target`, `draft` or `all`: the models that the weights may be of; with `all`
+                names of the draft model's begin with `draft.`); here also draft_model_path.
 
         Returns:
             `success`, `message` and what the scheduler counts. A failure raises.
@@ -315,13 +318,19 @@ class Engine:
         return self._call(make_body(MemoryOccupationReqInput, {"tags": tags}).resume())
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
-        """The first values of a weight as nested lists; `name` is the checkpoint's."""
+        """The first values of a weight as nested lists; `name` is the checkpoint's, of a draft
+        model's weight behind `draft.`."""
         fields = {"name": name, "truncate_size": truncate_size}
         return self._call(make_body(GetWeightsByNameReqInput, fields).message())["parameter"]
 
-    def check_weights(self, action: str) -> dict[str, Any]:
-        """Notes all weights (`snapshot`), compares them with that, or makes them zero (`reset`)."""
-        return self._call(make_body(CheckWeightsReqInput, {"action": action}).message())
+    def check_weights(self, action: str, selector: str = "target") -> dict[str, Any]:
+        """Notes weights (`snapshot`), compares them with that, or makes them zero (`reset`).
+
+        Args:
+            selector: the models whose weights are noted or made zero: `target`, `draft` or `all`.
+        """
+        fields = {"action": action, "selector": selector}
+        return self._call(make_body(CheckWeightsReqInput, fields).message())
 
     def start_profile(self, **options: Any) -> dict[str, Any]:
         """Begins a profile of the steps; `options` are the fields of `/start_profile`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.entrypoints.launch import FrontendChannels, open_request_log
+from sglang.srt.entrypoints.launch import FrontendChannels, open_hidden_files, open_request_log
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.requests import SchedulerInfo
@@ -39,5 +39,6 @@ def make_manager(
         request_log=request_log,
         grammars=grammars,
         watch=watch,
+        hidden_files=open_hidden_files(server_args, info),
         weight_version=server_args.weight_version,
     )

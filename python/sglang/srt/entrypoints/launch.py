@@ -20,6 +20,7 @@ from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.environ import Environ
 from sglang.srt.flag_values import public_fields
+from sglang.srt.frontend.hidden_files import HiddenFiles
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.host import Host
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -279,6 +280,23 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
         ) from None
 
 
+def open_hidden_files(server_args: ServerArgs, info: SchedulerInfo) -> HiddenFiles | None:
+    """Makes the folder of files of hidden states, if there may be any.
+
+    Raises:
+        LaunchError: if it cannot be made.
+    """
+    if server_args.hidden_states_folder is None:
+        return None
+    parent, most = Path(server_args.hidden_states_folder), server_args.max_hidden_states_bytes
+    try:
+        return HiddenFiles(parent, most, info.hidden_layers, info.hidden_row_bytes)
+    except OSError as error:
+        raise LaunchError(
+            f"--hidden-states-folder {parent} cannot be written to: {error.strerror}."
+        ) from None
+
+
 class FrontendChannels:
     """The front end's two sockets, what checks grammars for it, and its log of requests; make and
     close it in the thread of the loop that uses it.
@@ -295,6 +313,7 @@ class FrontendChannels:
         self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
         self._grammars: GrammarCheck | None = None
         self._request_log: RequestLog | None = None
+        self._hidden_files: HiddenFiles | None = None
 
     def make_manager(
         self,
@@ -304,12 +323,13 @@ class FrontendChannels:
         request_log: RequestLog | None = None,
         grammars: GrammarSetup | None = None,
         watch: ProcessWatch | None = None,
+        hidden_files: HiddenFiles | None = None,
         weight_version: str = DEFAULT_WEIGHT_VERSION,
     ) -> TokenizerManager:
-        """Makes a tokenizer manager on these sockets; the log and the check end with them."""
+        """Makes a tokenizer manager on these sockets; log, check and files end with them."""
         send, receive = self.sender.send, self.receiver.receive
         self._grammars = None if grammars is None else GrammarCheck(grammars)
-        self._request_log = request_log
+        self._request_log, self._hidden_files = request_log, hidden_files
         manager = TokenizerManager(
             tokenizer,
             limits,
@@ -318,6 +338,7 @@ class FrontendChannels:
             request_log=request_log,
             grammars=self._grammars,
             watch=watch,
+            hidden_files=hidden_files,
         )
         manager.control.status = EngineStatus(weight_version=weight_version)
         return manager
@@ -327,5 +348,7 @@ class FrontendChannels:
             self._grammars.close()
         if self._request_log is not None:
             self._request_log.close()
+        if self._hidden_files is not None:
+            self._hidden_files.close()
         self.sender.close()
         self.receiver.close()

@@ -64,6 +64,7 @@ def limits_from_flags(
         max_token_ids_logprob=server_args.max_token_ids_logprob,
         max_cache_key_chars=server_args.max_cache_key_chars,
         allow_hidden_states=server_args.enable_return_hidden_states,
+        allow_hidden_files=server_args.hidden_states_folder is not None,
         allow_priority=server_args.enable_priority_scheduling,
         unknown_fields=UnknownFields(server_args.unknown_fields != "ignore"),
         unknown_openai_fields=UnknownFields(server_args.unknown_fields == "refuse"),

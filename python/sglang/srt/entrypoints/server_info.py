@@ -133,6 +133,7 @@ def describe_start(
     rows = (
         ("model", _describe_model(found)),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
+        *(("", each["remark"]) for each in found["draft_models"] if each["remark"]),
         *_describe_drafts(server_args, found),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
         ("attention", found["attention_backend"]),

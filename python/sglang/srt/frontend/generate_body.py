@@ -46,11 +46,12 @@ Priority = Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)]
 Sampling = Annotated[
     dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/SamplingParams"})
 ]
-HiddenStates = bool | Annotated[str, Meta(extra_json_schema={"enum": ["last"]})]
+HiddenStates = bool | Annotated[str, Meta(extra_json_schema={"enum": ["last", "file"]})]
 HIDDEN_STATES: dict[bool | str, Literal["none", "all", "last"]] = {
     False: "none",
     True: "all",
     "last": "last",
+    "file": "all",
 }
 # Rules that its types cannot express, as JSON Schema.
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -348,6 +349,9 @@ def _check_permissions(request: GenerateReqInput, limits: RequestLimits) -> None
         check_text_allowed("return_text_in_logprobs", limits, "leave it out")
     name, hidden_states = "return_hidden_states", request.return_hidden_states
     if hidden_states not in HIDDEN_STATES:
-        raise field_error(name, 'must be true, false or "last"')
-    if hidden_states and not limits.allow_hidden_states:
+        raise field_error(name, 'must be true, false, "last" or "file"')
+    if hidden_states == "file":
+        if not limits.allow_hidden_files:
+            raise field_error(name, "for files, start the server with --hidden-states-folder")
+    elif hidden_states and not limits.allow_hidden_states:
         raise field_error(name, "start the server with --enable-return-hidden-states")

@@ -15,7 +15,7 @@ import msgspec
 from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.garbage import paused_collections
-from sglang.srt.messages.control import ABORT_MESSAGE
+from sglang.srt.messages.control import ABORT_MESSAGE, version_field
 from sglang.srt.messages.requests import FinishReason, ReqTextOutput
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.observability.request_metrics import RequestMeter, RequestMetrics
@@ -29,6 +29,8 @@ class Sample:
     Attributes:
         index: place in the client's answer.
         prompt_token_ids: for a client that wants them back.
+        hidden_file: path of its hidden states; None: it has none.
+        gave_file: an answer has named that path.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self.log_fields: dict[str, Any] | None = None
         self.prompt_token_ids: list[int] | None = None
+        self.hidden_file: str | None = None
+        self.gave_file = False
         self._lists = lists
         self._meter = RequestMeter(call.figures, call.start_time)
         self._text = ""
         self._output_ids: list[int] = []
         self._step_lens: list[int] | None = [] if reports_steps else None
-        self._weight_spans: list[tuple[str, int]] = []
+        self._weight_spans: dict[str, list[tuple[str, int]]] = {}
         self._latest: ReqTextOutput | None = None
         self._latency_s: float | None = None
 
@@ -126,21 +130,18 @@ class Sample:
         return fields
 
     def _weight_meta(self) -> dict[str, Any]:
-        """Returns the label of the last token's weights, and the labels of all tokens as spans
-        [start, end)."""
-        if not self._weight_spans:
-            return {}
-        if len(self._weight_spans) == 1:
-            ((version, start),) = self._weight_spans
-            span = {"version": version, "start": start, "end": len(self._output_ids)}
-            return {"weight_version": version, "weight_versions": [span]}
-        starts = [start for _, start in self._weight_spans]
-        ends = [*starts[1:], len(self._output_ids)]
-        spans = [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(self._weight_spans, ends, strict=True)
-        ]
-        return {"weight_version": spans[-1]["version"], "weight_versions": spans}
+        """Returns, for each model, the label of the last token's weights, and the labels of all
+        tokens as spans [start, end)."""
+        meta: dict[str, Any] = {}
+        for model, labels in self._weight_spans.items():
+            ends = [*(start for _, start in labels[1:]), len(self._output_ids)]
+            spans = [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(labels, ends, strict=True)
+            ]
+            name = version_field(model)
+            meta |= {name: labels[-1][0], f"{name}s": spans}
+        return meta
 
     @property
     def takes_long(self) -> bool:
@@ -162,6 +163,9 @@ class Sample:
         }
         if self._lists.are_wanted:
             meta |= self._lists.meta_info(is_last=reason is not None)
+        if self.hidden_file is not None and reason is not None and not self.is_aborted:
+            meta["hidden_states_file"] = self.hidden_file
+            self.gave_file = True
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
         answer: dict[str, Any] = {"text": self._text} if self.call.has_text else {}

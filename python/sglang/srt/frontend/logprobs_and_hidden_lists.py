@@ -29,7 +29,7 @@ class LogprobsAndHiddenLists:
         self, request: TokenizedGenerateReqInput, text_of_token: Callable[[int], str] | None
     ) -> None:
         self._logprobs = request.logprobs
-        self._hidden_states = request.hidden_states
+        self._hidden_states = "none" if request.hidden_file else request.hidden_states
         self._num_prompt_tokens = len(request.input_ids)
         token_ids = [] if request.logprobs is None else request.logprobs.token_ids
         self._input = LogprobLists(text_of_token, token_ids)

@@ -67,6 +67,7 @@ class RequestLimits:
     max_token_ids_logprob: int
     max_cache_key_chars: int
     allow_hidden_states: bool
+    allow_hidden_files: bool = False
     allow_priority: bool = True
     mtp_max_k: int = 0
     mtp_refusal: str = NO_MASK_TOKEN

@@ -130,8 +130,8 @@ class ModelOutput(NamedTuple):
         hidden: hidden states after the last norm; for a head, the input of its next step (see
             `DraftHead`). [S, hidden_size] for the rows `ForwardBatch.read_index`; [T, hidden_size]
             if that is None or `HiddenCapture.all_rows` is set.
-        taps: [T, len(layers) * hidden_size]; for each row the inputs of `HiddenCapture.layers`, in
-            that order; None where none are asked for.
+        taps: [T, len(taps) * hidden_size]; for each row the inputs of `HiddenCapture.taps`, in that
+            order; None where none are asked for.
     """
 
     hidden: torch.Tensor

@@ -28,6 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannerConfig
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.grammar_constraint import with_constraint
+from sglang.srt.scheduling.hidden_file import HiddenFile
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -279,6 +280,7 @@ class Scheduler:
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
+            hidden_file=HiddenFile.of(message.hidden_file),
             stop_token_ids=stop_ids,
             stop_finder=(
                 self._make_stop_finder(params, message.input_ids) if params.has_stop_texts else None

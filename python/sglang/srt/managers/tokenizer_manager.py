@@ -24,12 +24,13 @@ from sglang.srt.frontend.generate_body import (
     check_generate_request,
 )
 from sglang.srt.frontend.generate_call import GenerateCall, Sample
+from sglang.srt.frontend.hidden_files import HiddenFiles
 from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
 from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, encode_texts
-from sglang.srt.messages.control import AbortReq
+from sglang.srt.messages.control import TARGET_MODEL, AbortReq
 from sglang.srt.messages.requests import (
     BROKEN_OUTPUT,
     BatchStrOutput,
@@ -69,6 +70,7 @@ class TokenizerManager:
         request_log: gets a line at the end of each sample.
         grammars: checks those of requests; None where no request may have one.
         watch: says which other processes are stopped.
+        hidden_files: of requests that have one; None where no request may.
 
     Attributes:
         control: the calls that are not requests to generate, and the engine's status.
@@ -84,6 +86,7 @@ class TokenizerManager:
         request_log: RequestLog | None = None,
         grammars: GrammarCheck | None = None,
         watch: ProcessWatch | None = None,
+        hidden_files: HiddenFiles | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -95,6 +98,7 @@ class TokenizerManager:
         self._receive = receive
         self._request_log = request_log
         self._grammars = grammars
+        self._hidden_files = hidden_files
         self._req_ids = itertools.count()
         self._tokenizing = TokenizingCalls()
         self._samples: dict[int, Sample] = {}
@@ -165,11 +169,16 @@ class TokenizerManager:
             for index, (prompt, ids) in enumerate(zip(request.prompts, input_ids, strict=True))
             for params in expand_samples(prompt.params_for(len(ids), self.limits))
         ]
+        if request.body.return_hidden_states == "file":
+            assert self._hidden_files is not None, "See `RequestLimits`."
+            self._hidden_files.begin([message for _, _, message in messages])
         for index, params, message in messages:
             text_of_token = self._text_of_token if request.body.return_text_in_logprobs else None
             lists = LogprobsAndHiddenLists(message, text_of_token)
             sample = call.add_sample(message.req_id, message.rid, lists, params.reports_steps)
             self._samples[sample.req_id] = sample
+            if message.hidden_file is not None:
+                sample.hidden_file = message.hidden_file.path
             if request.body.return_prompt_token_ids:
                 sample.prompt_token_ids = message.input_ids
             sample.log_fields = self._log_fields(request, request.prompts[index], params)
@@ -185,7 +194,7 @@ class TokenizerManager:
         self, message: TokenizedGenerateReqInput, reason: FinishReason
     ) -> ReqTextOutput:
         """The only output of a sample that ends before it is sent."""
-        spans = [(self.control.status.weight_version, 0)]
+        spans = {TARGET_MODEL: [(self.control.status.weight_version, 0)]}
         counts = (len(message.input_ids), 0, 0, 0)
         return ReqTextOutput(message.req_id, "", [], reason, *counts, weight_spans=spans)
 
@@ -245,6 +254,9 @@ class TokenizerManager:
         for sample in left:
             sample.note_end(self._request_log)
         running = [sample.req_id for sample in left]
+        for sample in call.samples:
+            if sample.finish_reason is not None and not sample.gave_file:
+                self._end_file(sample.req_id, is_wanted=False)
         if running and self.failure is None:
             self._send(AbortReq(req_ids=running, aborted_message="The client has left."))
         if not self._samples:
@@ -377,11 +389,17 @@ class TokenizerManager:
         if output.token_ids or (reason is not None and reason.type != "abort"):
             self._progress.set()
         sample = self._samples.get(output.req_id)
+        if reason is not None:
+            self._end_file(output.req_id, sample is not None and reason.type != "abort")
         if sample is None:  # its client has left
             return
         sample.add(output)
         if reason is not None:
             self._end(sample, reason.err_type == "DetokenizerError")
+
+    def _end_file(self, req_id: int, is_wanted: bool) -> None:
+        if self._hidden_files is not None:
+            self._hidden_files.end(req_id, is_wanted)
 
     def _end_broken(self, req_id: int) -> None:
         """Ends a sample that cannot take in its output; the others go on."""

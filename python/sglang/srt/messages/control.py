@@ -11,15 +11,21 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from sglang.srt.sent_tensors import SentTensors
+from sglang.srt.sent_tensors import SentTensors, WeightSelector
 
 PauseMode = Literal["abort", "retract", "in_place", "drain"]
 LeaseEnd = Literal["continue", "abort"]
 SessionAction = Literal["begin", "commit", "rollback"]
+TARGET_MODEL, DRAFT_MODEL = "target", "draft"  # whose weights have labels
 DEFAULT_WEIGHT_VERSION = "default"
 CONTROL_TIMEOUT_S = 60.0
 ABORT_MESSAGE = "The request was aborted."  # where the client gave no reason
 WEIGHTS_TIMEOUT_S = 600.0  # after the reading of a checkpoint, or a broadcast
+
+
+def version_field(model: str) -> str:
+    """Names the field of answers that has the label of a model's weights."""
+    return "weight_version" if model == TARGET_MODEL else f"{model}_weight_version"
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -105,10 +111,15 @@ class HealthPing(Message):
     call_id: int
 
 
-class FromDirectory(msgspec.Struct, tag=True, frozen=True):
-    """A complete checkpoint on disk."""
+class FromDirectory(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """A complete checkpoint on disk.
+
+    Attributes:
+        draft_path: one of the draft model, to be taken with it; empty: none.
+    """
 
     path: str
+    draft_path: str = ""
 
 
 class FromFile(msgspec.Struct, tag=True, frozen=True):
@@ -157,9 +168,14 @@ class WeightUpdateCall(CallMessage, kw_only=True):
 
 
 class UpdateWeightsReq(WeightUpdateCall):
-    """Reads weights and checks them; takes them over at once, or stages them in a session."""
+    """Reads weights and checks them; takes them over at once, or stages them in a session.
+
+    Attributes:
+        selector: the models that they may be of. See `WeightUpdateOptions`.
+    """
 
     source: WeightSource
+    selector: WeightSelector = "all"
 
 
 class WeightSessionReq(WeightUpdateCall):
@@ -221,9 +237,10 @@ class GetWeightsByNameReq(CallMessage):
 
 
 class CheckWeightsReq(CallMessage):
-    """Notes, compares or resets all weights. See `CheckWeightsReqInput`."""
+    """Notes, compares or resets weights. See `CheckWeightsReqInput`."""
 
     action: Literal["snapshot", "compare", "reset"]
+    selector: WeightSelector = "target"
 
     @property
     def reply_timeout_s(self) -> float | None:

@@ -131,8 +131,9 @@ class ReqOutput(msgspec.Struct, array_like=True):
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones; of each row that is returned its float32 values, as they lie in
             memory: as numbers of Python a prompt's would hold up every process.
-        weight_spans: labels of the weights that generated the tokens, each with its first token's
-            index among all tokens generated; empty if nothing has changed since the last output.
+        weight_spans: of each model the labels of the weights that generated the tokens, each with
+            its first token's index among all tokens generated; empty if nothing has changed since
+            the last output.
         queue_time_s: how long it waited before it first ran; None if it has not, or was told.
     """
 
@@ -148,7 +149,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[bytes] = []
     step_lens: list[int] = []
-    weight_spans: list[tuple[str, int]] = []
+    weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
     queue_time_s: float | None = None
@@ -175,13 +176,25 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[bytes] = []
     step_lens: list[int] = []
-    weight_spans: list[tuple[str, int]] = []
+    weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
     queue_time_s: float | None = None
 
 
 # ---------------------------------------------------------------- front end -> scheduler
+
+
+class HiddenFileOptions(msgspec.Struct, array_like=True):
+    """Says where the hidden states of a request go.
+
+    Attributes:
+        path: of a file that does not exist yet, in a folder of the server.
+        layers: which states each row has, counted as in `hidden_states` of transformers.
+    """
+
+    path: str
+    layers: list[int]
 
 
 class TokenizedGenerateReqInput(Message):
@@ -192,6 +205,7 @@ class TokenizedGenerateReqInput(Message):
         rid: the client's name for it, or one made by the front end; only a label.
         logprobs: None for none.
         hidden_states: `none`, `all` rows fed, or the `last` row of each step.
+        hidden_file: takes all of them instead of the answer; None: none does.
         cache_key: KV is shared only between requests with the same.
         streams: its client gets tokens as they come, so it sees gaps between them.
     """
@@ -202,6 +216,7 @@ class TokenizedGenerateReqInput(Message):
     sampling_params: SamplingParams
     logprobs: LogprobOptions | None = None
     hidden_states: Literal["none", "all", "last"] = "none"
+    hidden_file: HiddenFileOptions | None = None
     priority: int = 0
     cache_key: tuple[str, str] = ("", "")
     streams: bool = False
@@ -235,6 +250,8 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
         eos_token_ids: ids that end an output.
         mtp_max_k: tokens that a request may predict per step; 0 where none may.
         mtp_refusal: why none may, and the remedy; None: the model has no mask token.
+        hidden_layers: the layers of files of hidden states, see `HiddenFileOptions`.
+        hidden_row_bytes: bytes of one row of such a file.
         resolved: the resolved configuration, for `/server_info`.
     """
 
@@ -247,6 +264,8 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
     eos_token_ids: list[int]
     mtp_max_k: int = 0
     mtp_refusal: str | None = None
+    hidden_layers: list[int] = []
+    hidden_row_bytes: int = 0
     resolved: dict[str, Any]
 
 

@@ -95,7 +95,7 @@ def _with_few_layers(config: ExecutionConfig) -> ExecutionConfig:
         model=model.with_layers(num_layers),
         load_format="dummy",
         max_total_tokens=config.page_size,
-        capture=replace(capture, layers=(0,) * len(capture.layers)),
+        capture=replace(capture, layers=(0,) * len(capture.taps), returned=()),
     )
 
 

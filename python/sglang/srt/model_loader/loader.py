@@ -48,6 +48,7 @@ def load_model(
         model: Model = architecture(config, max_positions)
     if load_format != "dummy":
         _untie_if_stored_twice(model, config, dtype)
+        _borrow_equal(model, config, dtype)
     model = _with_memory(model.to(dtype), config, device).eval()
     model.complete()
     if load_format == "dummy":
@@ -77,6 +78,20 @@ def _untie_if_stored_twice(model: Model, config: ModelConfig, dtype: torch.dtype
                 other,
             )
             model.untie()
+
+
+def _borrow_equal(model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Lets a model borrow what another one has with the same values."""
+    names = model.checkpoint_names
+    tensors = ((names.own_name(name), tensor) for name, tensor in read_directory(config.path))
+    own = {name: tensor for name, tensor in tensors if name in names.borrowed}
+    if names.lender is None or not own:
+        return
+    theirs = dict(read_directory(names.lender))
+    for name, tensor in own.items():
+        found = [theirs[other] for other in names.borrowed[name] if other in theirs]
+        if found and have_equal_values(tensor, found[0], dtype):
+            model.borrow(name)
 
 
 def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:

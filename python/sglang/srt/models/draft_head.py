@@ -1,25 +1,31 @@
-"""The common parts of heads that draft: one layer over the hidden states of another model, the
-target, whose embedding they share, and maybe its output head."""
+"""The common parts of heads that draft: layers over the hidden states of another model, the target,
+whose embedding and output head they share, or have their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from sglang.srt.head_config import check_fits
-from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, check_fits
+from sglang.srt.head_layouts import RENAMED
+from sglang.srt.head_tensors import TARGET_TO_DRAFT
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.linear import Embedding, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.models import transformer
 from sglang.srt.models.model import CheckpointNames, Model
-from sglang.srt.models.transformer import CausalLM, DecoderSpec
+from sglang.srt.models.transformer import AttentionAndMLP, CausalLM, DecoderLayer, DecoderSpec
 
 HOT_HEAD = "hot_head.weight"
-LAYER = "layers.0."
+OF_TARGET = {  # its names of what a head may have too
+    EMBEDDING: (transformer.EMBEDDING,),
+    OUTPUT_HEAD: (transformer.HEAD, transformer.EMBEDDING),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +44,47 @@ class DraftHead(Model):
     reads there, and what `compute_logits` makes logits of.
 
     Its tokens, the columns of its logits, are those of the target, or fewer: `to_target_ids`.
+
+    Args:
+        first: its first layer.
     """
 
     reads_one_row = True  # the last that the target keeps
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, first: AttentionAndMLP) -> None:
         super().__init__()
-        self.windows = (None,)
-        self.draft_hidden_width = config.hidden_size
-        self._config = config
+        self._config = config = head_config(config)
+        self.windows = (None,) * config.num_layers
+        self.draft_hidden_width = size = config.hidden_size
+        upper = (
+            DecoderLayer(config, layer, layer_spec(config)) for layer in range(1, config.num_layers)
+        )
+        self.layers = nn.ModuleList([first, *upper])
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
         self._shared: SharedModules | None = None
+        self.embed_tokens = Embedding(config.vocab_size, size) if config.own_embedding else None
+        num_tokens = config.draft_vocab_size or config.vocab_size
+        self.lm_head = Linear(size, num_tokens, bias=False) if config.own_output else None
         self.hot_head: Linear | None = None
         self.hot_ids: torch.Tensor  # [H] int64
         self.register_buffer("hot_ids", torch.empty(0), persistent=False)
         if config.hot_token_ids:
-            self.hot_head = Linear(config.hidden_size, len(config.hot_token_ids), bias=False)
-
-    def names(self, zero_if_missing: frozenset[str]) -> CheckpointNames:
-        """Returns the names in this head's checkpoints."""
-        return CheckpointNames(
-            prefixes=(("midlayer.", LAYER),),
-            ignored=frozenset({"embed_tokens.weight", "t2d"}),
-            zero_if_missing=zero_if_missing,
+            self.hot_head = Linear(size, len(config.hot_token_ids), bias=False)
+        self.checkpoint_names = CheckpointNames(
+            prefixes=(*RENAMED[config.architecture], *_upper_norms(config.num_layers)),
+            ignored=frozenset({TARGET_TO_DRAFT}),
             computed=frozenset() if self.hot_head is None else frozenset({HOT_HEAD}),
+            borrowed=OF_TARGET,
+            lender=config.target,
         )
+
+    def borrow(self, name: str) -> None:
+        if name == EMBEDDING:
+            self.embed_tokens = None
+        else:
+            self.lm_head = None
+        names = self.checkpoint_names
+        self.checkpoint_names = replace(names, ignored=names.ignored | {name})
 
     def complete(self) -> None:
         self.rotary.fill()
@@ -71,7 +93,8 @@ class DraftHead(Model):
             self.state_dict(keep_vars=True)[name].zero_()
 
     def attach(self, target: CausalLM) -> None:
-        """Shares the target's embedding and output head: the modules, not copies.
+        """Shares the target's embedding and output head, where it has none of its own: the modules,
+        not copies.
 
         Raises:
             ModelPathError: if the target has other sizes than the head was trained for.
@@ -85,7 +108,7 @@ class DraftHead(Model):
     def refresh(self) -> None:
         """Copies what it uses of the target's weights as rows: whenever those have changed."""
         if self.hot_head is not None:
-            weight = self._target.lm_head.weight
+            weight = self._output.weight
             torch.index_select(weight, 0, self.hot_ids, out=self.hot_head.weight)
 
     @property
@@ -93,15 +116,39 @@ class DraftHead(Model):
         assert self._shared is not None, "A head without a target; see `attach`."
         return self._shared
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The target's embedding of token_ids [T] int64: [T, hidden_size]."""
-        embedded: torch.Tensor = self._target.embed_tokens(token_ids)
-        return embedded
+    @property
+    def _output(self) -> Linear:
+        return self._target.lm_head if self.lm_head is None else self.lm_head
 
-    def shared_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        """Computes logits by the target's output head, of all tokens or of the hot ones, of hidden
-        [S, hidden_size]."""
-        head = self._target.lm_head if self.hot_head is None else self.hot_head
+    def first_input(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what the attention of the first layer reads, [T, its width], and the residual
+        [T, hidden_size], of embedded tokens [T, hidden_size] and the hidden input [T, width]."""
+        raise NotImplementedError
+
+    def carried(
+        self, x: torch.Tensor, residual: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        """Returns `ModelOutput.hidden` of the last layer's output x + residual, [S, hidden_size]
+        each."""
+        raise NotImplementedError
+
+    def forward(
+        self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
+    ) -> ModelOutput:
+        assert not capture.layers, "A head has no layers to tap."
+        hidden = hidden_of(batch, (self.hidden_width, self.draft_hidden_width))
+        embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        x, residual = self.first_input(embed(batch.input_ids), hidden, runtime)
+        rotation, last = runtime.rotation(self.rotary.table), len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            wanted = batch.read_index if index == last and not capture.all_rows else None
+            x, residual = layer(x, residual, rotation, runtime, wanted)
+        return ModelOutput(self.carried(x, residual, runtime))
+
+    def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        head = self._output if self.hot_head is None else self.hot_head
         return head(hidden, runtime)
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -113,10 +160,26 @@ class DraftHead(Model):
         return None if self.hot_head is None else self.hot_ids
 
 
-def layer_spec(config: ModelConfig) -> DecoderSpec:
-    """Returns the form of a head's one layer: Llama's."""
-    bias = config.flag("attention_bias")
-    return DecoderSpec(qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
+def head_config(config: ModelConfig) -> DraftHeadConfig:
+    """Returns the config of a head, which is what its class in `HEADS` is made with."""
+    assert isinstance(config, DraftHeadConfig)
+    return config
+
+
+def layer_spec(config: DraftHeadConfig) -> DecoderSpec:
+    """Returns the form of a head's layers."""
+    return DecoderSpec(
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+    )
+
+
+def _upper_norms(num_layers: int) -> tuple[tuple[str, str], ...]:
+    """Returns SGLang's names of the first norm of layers above the first one, each with ours."""
+    upper = (f"layers.{layer}." for layer in range(1, num_layers))
+    return tuple((f"{layer}hidden_norm.", f"{layer}input_layernorm.") for layer in upper)
 
 
 def hidden_of(batch: ForwardBatch, widths: tuple[int, ...]) -> torch.Tensor:
@@ -124,9 +187,3 @@ def hidden_of(batch: ForwardBatch, widths: tuple[int, ...]) -> torch.Tensor:
     assert batch.hidden is not None, "A head is fed hidden states beside tokens."
     assert batch.hidden.shape[1] in widths, f"{batch.hidden.shape[1]} wide, not {widths}."
     return batch.hidden
-
-
-def wanted_rows(batch: ForwardBatch, capture: HiddenCapture) -> torch.Tensor | None:
-    """The rows [S] int64 whose output is wanted; None for all."""
-    assert not capture.layers, "A head has no layers to tap."
-    return None if capture.all_rows else batch.read_index

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from dataclasses import replace
 
-from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
-from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
+import torch
+
+from sglang.srt.head_config import FC_BIAS
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Linear
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.models.draft_head import DraftHead, hidden_of, layer_spec, wanted_rows
+from sglang.srt.models.draft_head import DraftHead, head_config, layer_spec
 from sglang.srt.models.transformer import AttentionAndMLP
-
-FC_BIAS = "fc.bias"
 
 
 class LlamaForCausalLMEagle(DraftHead):
@@ -21,20 +19,21 @@ class LlamaForCausalLMEagle(DraftHead):
     in draft steps its own output; gives that row's hidden state, as the target's head reads it."""
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
-        super().__init__(config, max_positions)
-        self.hidden_width = size = config.hidden_size
+        head = head_config(config)
+        super().__init__(config, max_positions, AttentionAndMLP(head, 0, layer_spec(head)))
+        self.hidden_width = size = head.hidden_size
         self.fc = Linear(2 * size, size, bias=True)
-        self.layers = nn.ModuleList([AttentionAndMLP(config, 0, layer_spec(config))])
-        self.checkpoint_names = self.names(zero_if_missing=frozenset({FC_BIAS}))
+        if not head.fc_bias:
+            may_miss = frozenset({FC_BIAS})
+            self.checkpoint_names = replace(self.checkpoint_names, zero_if_missing=may_miss)
 
-    def forward(
-        self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
-    ) -> ModelOutput:
-        hidden = hidden_of(batch, (self.hidden_width,))
-        x = self.fc(torch.cat((self.embed(batch.input_ids), hidden), dim=-1), runtime)
-        rotation = runtime.rotation(self.rotary.table)
-        x, residual = self.layers[0](x, x, rotation, runtime, wanted_rows(batch, capture))
-        return ModelOutput(x + residual)
+    def first_input(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x: torch.Tensor = self.fc(torch.cat((embedded, hidden), dim=-1), runtime)
+        return x, x
 
-    def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        return self.shared_logits(hidden, runtime)
+    def carried(
+        self, x: torch.Tensor, residual: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        return x + residual

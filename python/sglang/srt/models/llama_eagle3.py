@@ -1,39 +1,39 @@
-"""The draft head of EAGLE-3 (arXiv 2503.01840, section 3) for Llama."""
+"""The draft head of EAGLE-3 (arXiv 2503.01840, section 3) for Llama, and its later forms."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from sglang.srt.head_config import Eagle3Config
-from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
-from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
+from sglang.srt.head_config import DraftHeadConfig
+from sglang.srt.head_tensors import DRAFT_TO_TARGET
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Linear
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.models.draft_head import DraftHead, hidden_of, layer_spec, wanted_rows
+from sglang.srt.models.draft_head import DraftHead, head_config, layer_spec
 from sglang.srt.models.transformer import AttentionAndMLP, RMSNorm
-
-D2T = "d2t"
 
 
 class Eagle3Layer(AttentionAndMLP):
     """A layer whose attention reads a token's embedding beside the hidden state, each after a norm
-    of its own. The hidden state alone is the residual."""
+    of its own. The hidden state alone is the residual, before its norm or after it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DraftHeadConfig) -> None:
         size = config.hidden_size
         super().__init__(config, 0, layer_spec(config), input_size=2 * size)
         self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
+        self.adds_normed = config.norm_before_residual
 
     def fuse(
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what attention reads [T, 2 * hidden_size], and the residual [T, hidden_size]."""
         x, _ = self.input_layernorm(embedded, None, runtime)
-        normed, residual = self.hidden_norm(hidden, None, runtime)
-        return torch.cat((x, normed), dim=-1), residual
+        normed, whole = self.hidden_norm(hidden, None, runtime)
+        return torch.cat((x, normed), dim=-1), normed if self.adds_normed else whole
 
 
 class LlamaForCausalLMEagle3(DraftHead):
@@ -42,62 +42,77 @@ class LlamaForCausalLMEagle3(DraftHead):
     (after it, if the config says `norm_output`)."""
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
-        super().__init__(config, max_positions)
-        self._entries = entries = Eagle3Config.of(config)
-        size = config.hidden_size
-        self.hidden_width = entries.num_taps * size
-        self.fc = Linear(self.hidden_width, size, bias=False)
-        self.layers = nn.ModuleList([Eagle3Layer(config)])
-        self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.lm_head: Linear | None = None
+        head = head_config(config)
+        assert head.taps is not None
+        super().__init__(config, max_positions, Eagle3Layer(head))
+        size, eps, count = head.hidden_size, head.rms_norm_eps, len(head.taps.layers)
+        self.hidden_width = count * head.target_hidden_size
+        self.fc = Linear(self.hidden_width, size, bias=head.fc_bias)
+        self.input_norm = RMSNorm(self.hidden_width, eps) if head.norm_before_fc else None
+        norms = range(count if head.fc_norm else 0)
+        self.fc_norm = nn.ModuleList(RMSNorm(head.target_hidden_size, eps) for _ in norms)
+        self.norm = RMSNorm(size, eps)
+        self._carries_normed = head.carries_normed
         self.d2t: torch.Tensor | None  # [draft_vocab_size] int64
-        self.register_buffer(D2T, None)
-        if entries.draft_vocab_size is not None:
-            self.lm_head = Linear(size, entries.draft_vocab_size, bias=False)
-            offsets = torch.zeros(entries.draft_vocab_size, dtype=torch.int64)
-            self.register_buffer(D2T, offsets)
-        is_whole = entries.draft_vocab_size == config.vocab_size
-        self.checkpoint_names = self.names(frozenset({D2T} if is_whole else ()))
+        self.register_buffer(DRAFT_TO_TARGET, None)
+        if head.draft_vocab_size is not None:
+            offsets = torch.zeros(head.draft_vocab_size, dtype=torch.int64)
+            self.register_buffer(DRAFT_TO_TARGET, offsets)
+        if head.draft_vocab_size == head.vocab_size:
+            may_miss = frozenset({DRAFT_TO_TARGET})
+            self.checkpoint_names = replace(self.checkpoint_names, zero_if_missing=may_miss)
 
     def complete(self) -> None:
         super().complete()
         if self.d2t is not None:
-            self.d2t.zero_()
+            self.d2t.zero_()  # without a file
 
     def problem_of(self, name: str, values: torch.Tensor) -> str | None:
-        if name != D2T:
+        if name != DRAFT_TO_TARGET:
             return None
         ids = values.long() + torch.arange(len(values), device=values.device)
         wrong = torch.nonzero((ids < 0) | (ids >= self._config.vocab_size))
-        if not len(wrong):
-            return None
-        first = int(wrong[0])
-        return (
-            f"that makes token {int(ids[first])} of the target of draft token {first}, but"
-            f" vocab_size is {self._config.vocab_size}"
-        )
+        if len(wrong):
+            first = int(wrong[0])
+            return (
+                f"that makes token {int(ids[first])} of the target of draft token {first}, but"
+                f" vocab_size is {self._config.vocab_size}"
+            )
+        tokens, counts = ids.unique(return_counts=True)
+        if len(tokens) < len(ids):
+            return f"that makes token {int(tokens[counts > 1][0])} of the target of several tokens"
+        return None
 
-    def forward(
-        self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
-    ) -> ModelOutput:
-        size = self._config.hidden_size
-        hidden = hidden_of(batch, (self.hidden_width, size))
-        if hidden.shape[1] != size:
-            hidden = self.fc(hidden, runtime)
+    def first_input(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if hidden.shape[1] == self.hidden_width:
+            hidden = self.fc(self._normed_taps(hidden, runtime), runtime)
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
-        x, residual = layer.fuse(self.embed(batch.input_ids), hidden, runtime)
-        rotation = runtime.rotation(self.rotary.table)
-        x, residual = layer(x, residual, rotation, runtime, wanted_rows(batch, capture))
-        normed, total = self.norm(x, residual, runtime)
-        return ModelOutput(normed if self._entries.carries_normed else total)
+        return layer.fuse(embedded, hidden, runtime)
+
+    def _normed_taps(self, taps: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """Returns `taps` [T, hidden_width] after the norms before `fc`, if there are any."""
+        if self.input_norm is not None:
+            taps, _ = self.input_norm(taps, None, runtime)
+        if not self.fc_norm:
+            return taps
+        each = taps.chunk(len(self.fc_norm), dim=1)
+        normed = (norm(tap.contiguous(), None, runtime)[0] for norm, tap in zip(self.fc_norm, each))
+        return torch.cat([*normed], dim=1)
+
+    def carried(
+        self, x: torch.Tensor, residual: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        normed, whole = self.norm(x, residual, runtime)
+        carried: torch.Tensor = normed if self._carries_normed else whole
+        return carried
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        if not self._entries.carries_normed:
+        if not self._carries_normed:
             hidden, _ = self.norm(hidden, None, runtime)
-        if self.lm_head is None:
-            return self.shared_logits(hidden, runtime)
-        return self.lm_head(hidden, runtime)
+        return super().compute_logits(hidden, runtime)
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return super().to_target_ids(ids) if self.d2t is None else ids + self.d2t[ids]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from sglang.srt.head_layouts import renamed
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
@@ -18,12 +20,15 @@ class CheckpointNames:
     """Says where a checkpoint's tensors are not just the model's parameters and stored buffers.
 
     Attributes:
-        prefixes: beginnings of names, each with what the model has instead.
+        prefixes: beginnings of names, each with what the model has instead; one after the other.
         ignored: tensors that may be there, and are not read.
         zero_if_missing: weights that may be missing.
         computed: parameters that no checkpoint holds.
         tied: weights that checkpoints may store under either of two names, each with its other
             name. A model has one memory for both, unless it is told to `untie`.
+        borrowed: weights that another model has too, where values are the same, each with its
+            names there, of which the first counts that is there; see `Model.borrow`.
+        lender: folder of that model.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -31,13 +36,12 @@ class CheckpointNames:
     zero_if_missing: frozenset[str] = frozenset()
     computed: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
+    borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lender: Path | None = None
 
     def own_name(self, name: str) -> str:
         """The model's name of a checkpoint's tensor."""
-        for prefix, own in self.prefixes:
-            if name.startswith(prefix):
-                return own + name.removeprefix(prefix)
-        return name
+        return renamed(name, self.prefixes)
 
     def filled_by_tied(self, names: Set[str]) -> dict[str, str]:
         """Tied weights beside `names`, each with the one among them that gives its values."""
@@ -71,6 +75,10 @@ class Model(nn.Module):
 
     def untie(self) -> None:
         """Gives tied weights memory of their own. The model has none yet."""
+        raise NotImplementedError
+
+    def borrow(self, name: str) -> None:
+        """Does without a weight, which another model has too. This one has no memory yet."""
         raise NotImplementedError
 
     def problem_of(self, name: str, values: torch.Tensor) -> str | None:

@@ -185,11 +185,11 @@ class Decoder(nn.Module):
         more than K and V."""
         x, residual = self.embed_tokens(batch.input_ids), None
         rotation = runtime.rotation(self.rotary.table)
-        num_taps, last = len(capture.layers), len(self.layers) - 1
-        taps = x.new_empty((x.shape[0], num_taps, x.shape[1])) if num_taps else None
+        tapped, last = capture.taps, len(self.layers) - 1
+        taps = x.new_empty((x.shape[0], len(tapped), x.shape[1])) if tapped else None
         for index, layer in enumerate(self.layers):
             if taps is not None:
-                _tap(x, residual, taps, [at for at, it in enumerate(capture.layers) if it == index])
+                _tap(x, residual, taps, [at for at, it in enumerate(tapped) if it == index])
             wanted = batch.read_index if index == last and not capture.all_rows else None
             x, residual = layer(x, residual, rotation, runtime, wanted)
         x, _ = self.norm(x, residual, runtime)
@@ -199,7 +199,7 @@ class Decoder(nn.Module):
 def _tap(
     x: torch.Tensor, residual: torch.Tensor | None, taps: torch.Tensor, places: list[int]
 ) -> None:
-    """Stores x + residual [T, hidden_size] at `places` of taps [T, len(layers), hidden_size]."""
+    """Stores x + residual [T, hidden_size] at `places` of taps [T, len(taps), hidden_size]."""
     for place in places:
         if residual is None:
             taps[:, place] = x

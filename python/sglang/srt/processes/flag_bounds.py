@@ -42,6 +42,7 @@ BOUNDS = {
     "max_header_bytes": (1, LARGEST),
     "max_request_bytes": (1, LARGEST),
     "max_weight_bytes": (1, LARGEST),
+    "max_hidden_states_bytes": (1, LARGEST),
     "max_batch_size_per_request": (1, LARGEST),
     "max_tokenize_tokens": (1, LARGEST),
     "max_n": (1, LARGEST),

@@ -16,6 +16,7 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import DTYPE_ALIASES, ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
+from sglang.srt.processes.hidden_flags import check_hidden_flags
 from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.registry import (
@@ -61,6 +62,7 @@ def check_flags(
     devices = _devices(args, host)
     context_len = context_len_of(args, model)
     num_threads_of(args, host.num_cores)
+    check_hidden_flags(args, model)
     problems = [attention_problem(args, model, device) for device in devices]
     if all(problems):
         raise ConfigError(str(problems[-1]))

@@ -63,7 +63,7 @@ class ModelFolders:
                 if isinstance(found, HubModel):
                     hub[field] = found
                     found = found.folder(needed)
-                elif revision is not None:
+                elif revision not in (None, MAIN):
                     logger.warning("Revision %s has no effect: %s is a folder.", revision, found)
                 folders[field] = str(found)
         name = args.served_model_name or args.model_path

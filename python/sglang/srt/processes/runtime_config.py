@@ -28,6 +28,7 @@ from sglang.srt.processes.flag_checks import (
     no_gpu,
     num_threads_of,
 )
+from sglang.srt.processes.hidden_flags import returned_layers
 from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
@@ -127,7 +128,15 @@ def resolve(
     config = config if drafter is None else with_drafter(config, drafter)
     if device == "cpu":
         check_tables(args.max_running_requests, config.execution.row_width, available_bytes)
-    return config
+    return _with_hidden_files(config, args)
+
+
+def _with_hidden_files(config: RuntimeConfig, args: ServerArgs) -> RuntimeConfig:
+    """The same with the layers that go to files; there is the drafter already."""
+    execution = config.execution
+    returned = returned_layers(args, config.model, execution.capture.layers)
+    capture = replace(execution.capture, returned=returned)
+    return replace(config, execution=replace(execution, capture=capture))
 
 
 def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:

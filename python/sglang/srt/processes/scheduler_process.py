@@ -33,7 +33,7 @@ from sglang.srt.processes.child_process import (
     start_child_process,
 )
 from sglang.srt.processes.end_of_text import with_tokenizer_eos
-from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, MTP_IS_OFF, POOL_LIMIT
+from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, DTYPE_BYTES, MTP_IS_OFF, POOL_LIMIT
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
@@ -49,6 +49,7 @@ from sglang.srt.speculative.debug_trace import DebugTrace
 from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer
+from sglang.srt.weight_sync.serving_weights import ServingWeights
 
 logger = logging.getLogger(__name__)
 
@@ -154,15 +155,16 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
 
 
 def make_resources(runners: RunnerGroup, profiler: StepProfiler | None = None) -> ModelResources:
-    """Gathers what control calls may change: the memory of all models and of their graphs, and the
-    target's weights."""
+    """Gathers what control calls may change: the weights and the memory of all models, and the
+    memory of their graphs."""
     memory = {
         KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
         WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),
     }
     if runners.has_graphs:
         memory[GRAPH_TAG] = MemoryPart(runners.release_graphs, runners.restore_graphs)
-    return ModelResources(weights=runners.target.weights, memory=memory, profiler=profiler)
+    weights = ServingWeights(*(runner.weights for runner in runners.runners))
+    return ModelResources(weights=weights, memory=memory, profiler=profiler)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
@@ -187,7 +189,8 @@ def _info(
     config: RuntimeConfig, runners: RunnerGroup, draft_models: Sequence[ModelConfig]
 ) -> SchedulerInfo:
     execution = config.execution
-    memory, runner = runners.memory, runners.target
+    memory, runner, dtype = runners.memory, runners.target, execution.dtype
+    hidden_layers = [*execution.capture.returned, config.model.num_layers]
     pool = memory.num_pages * execution.page_size
     in_pool = pool - config.needs.max_slots
     if execution.context_len <= in_pool:
@@ -204,6 +207,8 @@ def _info(
         eos_token_ids=list(config.model.eos_token_ids),
         mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
         mtp_refusal=None if config.drafter is None or config.mtp is not None else MTP_IS_OFF,
+        hidden_layers=hidden_layers,
+        hidden_row_bytes=len(hidden_layers) * config.model.hidden_size * DTYPE_BYTES[dtype],
         resolved={
             "path": config.model.folder,
             "device": execution.device,
@@ -221,6 +226,7 @@ def _info(
                 {
                     "path": model.folder,
                     "architecture": model.architecture,
+                    "remark": model.remark,
                     "num_parameters": drafting.num_parameters,
                 }
                 for model, drafting in zip(draft_models, runners.runners[1:], strict=True)

@@ -15,7 +15,9 @@ from typing import Any
 
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.flag_values import as_flag
-from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
+from sglang.srt.head_config import load_head_config
+from sglang.srt.head_layouts import EAGLE, EAGLE3
+from sglang.srt.hub_models import MAIN
 from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.processes.round_flags import (
@@ -45,6 +47,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 logger = logging.getLogger(__name__)
 
 ALGORITHM, DRAFT_PATH = "speculative_algorithm", "speculative_draft_model_path"
+DRAFT_REVISION = "speculative_draft_model_revision"
 MAX_BREADTH = "speculative_ngram_max_bfs_breadth"
 CORPUS = "speculative_ngram_external_corpus_path"
 NGRAM_NUM_DRAFTS = 11  # SGLang's
@@ -52,17 +55,20 @@ SHORTEST_MATCH = 1
 
 SWITCHES = (ADAPTIVE, TILE_SPEC)
 # The values of each flag that ask for nothing.
-NOTHING = {entry.name: (entry.default,) for entry in fields(SpeculationArgs)} | {TOPK: (None, 1)}
+NOTHING = {entry.name: (entry.default,) for entry in fields(SpeculationArgs)} | {
+    TOPK: (None, 1),
+    DRAFT_REVISION: (None, MAIN),
+}
 # Flags that mean nothing without another one.
 NEEDS = {
-    "speculative_draft_model_revision": DRAFT_PATH,
+    DRAFT_REVISION: DRAFT_PATH,
     CONFIG: ADAPTIVE,
     "speculative_adaptive_strategy": ADAPTIVE,
     "tile_spec_cache_dir": TILE_SPEC,
     "speculative_ngram_external_corpus_max_tokens": CORPUS,
     "speculative_ngram_external_sam_budget": CORPUS,
 }
-OF_MODELS = frozenset({DRAFT_PATH, "speculative_draft_model_revision", ADAPTIVE})
+OF_MODELS = frozenset({DRAFT_PATH, DRAFT_REVISION, ADAPTIVE})
 OF_HEADS = OF_MODELS | {TOPK, "speculative_token_map"}
 OF_NGRAM = frozenset(name for name in NOTHING if name.startswith("speculative_ngram_"))
 OF_ALL = frozenset(NOTHING) - OF_HEADS - OF_NGRAM
@@ -165,7 +171,7 @@ def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=1)
     path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
     head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
-    return EagleConfig(head, target.num_layers, rounds, asked.suppressed_token_ids)
+    return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
 
 def _standalone(asked: Asked) -> StandaloneConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.requests import (
@@ -74,7 +75,8 @@ class BatchResultProcessor:
             logprobs = reader.take_output_logprobs(req, accepted) if emits else []
             if req.finish_reason is None:
                 req.input_logprob_news += scores
-                req.add_hidden(hidden)
+                if hidden is not None:
+                    req.add_hidden(hidden)
                 num_kept = result.kept_lens[index]
                 if result.num_drafts and result.num_drafts[index]:
                     num_confirmed = result.accept_lens[index] - 1
@@ -101,7 +103,9 @@ class BatchResultProcessor:
         )
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """Ends a request and queues its last output."""
+        """Ends a request and queues its last output. Its file is complete then."""
+        if req.hidden_file is not None and reason.type != "abort":
+            reason = req.hidden_file.finish(req.num_hidden) or reason
         self._lifecycle.finish(req, reason)
         self._queue_output(req)
 
@@ -163,7 +167,7 @@ class BatchResultProcessor:
                 output_logprobs=req.output_logprob_news,
                 hidden_states=req.hidden_news,
                 step_lens=req.step_len_news,
-                weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
+                weight_spans={} if req.spans_were_sent else deepcopy(req.weight_spans),
                 num_proposed_drafts=req.num_proposed_drafts,
                 accept_histogram=list(req.accept_histogram),
                 queue_time_s=None if req.was_reported else req.queue_time_s,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.scheduling.request import NO_ROWS, LaunchedRow, Req
@@ -92,12 +94,12 @@ class LogprobsAndHiddenReader:
         self._next_emitted += self._width
         return positions_logprobs(self._emitted, first, tokens, req.logprobs)
 
-    def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> list[bytes]:
-        """Returns hidden states of the rows that the step kept of a request: all of them, or the
-        last one if it wants only those that tokens were drawn from and not every row gave a
-        token."""
-        if not row.hidden:
-            return []
+    def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> torch.Tensor | None:
+        """Returns hidden states of the rows that the step kept of a request, as the step gives
+        them: all of them, or the last one if it wants only those that tokens were drawn from and
+        not every row gave a token. None: it wants none of this step."""
+        if self._hidden is None or not row.hidden:
+            return None
         start = self._next_hidden
         self._next_hidden += len(row.hidden)
         if row.ends_prompt or not row.emits:

@@ -6,11 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
+
 from sglang.srt.constrained.grammar_sessions import GrammarSession
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.scheduling.hidden_file import HiddenFile
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import BatchRequest, GenerationBatchResult
 from sglang.srt.tokenizer import StopFinder
@@ -36,12 +39,13 @@ class Req:
             of them emit.
         row_is_new: the device does not know the request's row yet.
         num_scored, num_scores_read: prompt positions whose logprobs have been launched; read.
+        hidden_file: takes its hidden states instead of the answer; None: none does.
         num_hidden: positions whose hidden states have been read.
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_proposed_drafts, accept_histogram: see `ReqOutput`.
         num_sent, was_reported: output tokens sent to the client; whether anything was sent.
-        weight_spans: labels of the weights that generated the output, each with the index of its
-            first token.
+        weight_spans: of each model the labels of the weights that generated the output, each with
+            the index of its first token.
         spans_were_sent: whether the client has got `weight_spans`.
         grammar: the grammar of its output; None: any output.
         must_finish: a drain or a weight update waits for its end, so it may start again even if no
@@ -61,6 +65,7 @@ class Req:
     streams: bool = False
     logprobs: LogprobOptions | None = None
     hidden_states: HiddenStates = "none"
+    hidden_file: HiddenFile | None = None
     stop_finder: StopFinder | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -88,7 +93,7 @@ class Req:
     queue_time_s: float | None = None
     was_admitted: bool = False
     row_is_new: bool = False
-    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    weight_spans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     spans_were_sent: bool = False
     grammar: GrammarSession | None = None
     must_finish: bool = False
@@ -136,13 +141,13 @@ class Req:
             limit = min(limit, self.num_hidden)
         return limit
 
-    def begin_weight_span(self, weight_version: str) -> None:
-        """Notes that the output comes from these weights, from its next token on."""
-        start = len(self.output_ids)
-        if self.weight_spans and self.weight_spans[-1][1] == start:
-            self.weight_spans.pop()
-        if not self.weight_spans or self.weight_spans[-1][0] != weight_version:
-            self.weight_spans.append((weight_version, start))
+    def begin_weight_span(self, weight_version: str, model: str) -> None:
+        """Notes that the output comes from these weights of a model, from its next token on."""
+        start, spans = len(self.output_ids), self.weight_spans.setdefault(model, [])
+        if spans and spans[-1][1] == start:
+            spans.pop()
+        if not spans or spans[-1][0] != weight_version:
+            spans.append((weight_version, start))
         self.spans_were_sent = False
 
     def count_drafts(self, num_drafts: int, num_confirmed: int) -> None:
@@ -152,10 +157,13 @@ class Req:
         self.accept_histogram += [0] * missing
         self.accept_histogram[num_confirmed] += 1
 
-    def add_hidden(self, states: list[bytes]) -> None:
-        """Adds the hidden states of the next positions."""
-        self.hidden_news += states
+    def add_hidden(self, states: torch.Tensor) -> None:
+        """Adds the hidden states of the next positions, see `HostResult`."""
         self.num_hidden += len(states)
+        if self.hidden_file is not None:
+            self.hidden_file.add(states)
+        else:
+            self.hidden_news += [row.tobytes() for row in states[:, -1].float().numpy()]
 
     def drop_hidden_past_output(self) -> None:
         """Drops hidden states of rows that a step kept past the stop. One state stays for each
@@ -165,8 +173,9 @@ class Req:
             wanted += len(self.input_ids) - 1
         excess = self.num_hidden - wanted
         if excess > 0:
-            del self.hidden_news[-excess:]
             self.num_hidden -= excess
+            if self.hidden_file is None:
+                del self.hidden_news[-excess:]
 
     @property
     def known_ids(self) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.mem_cache.kv_audit import ReleaseAudit, ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
-from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION
+from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION, TARGET_MODEL, version_field
 from sglang.srt.messages.requests import FinishReason
 from sglang.srt.scheduling.request import Req
 from sglang.srt.step.worker import EndedText
@@ -44,7 +44,7 @@ class RequestLifecycle:
         waiting: requests without KV; retracted ones first, then by arrival.
         running: requests with a row and KV.
         num_streams: requests, waiting or running, that stream.
-        weight_version: the clients' label of the weights.
+        weight_versions: the clients' labels of the weights, by model.
         counts: counts of requests since the start.
     """
 
@@ -64,7 +64,7 @@ class RequestLifecycle:
         self._ending: list[Req] = []
         self._unready: set[Req] = set()
         self._ended_texts: list[EndedText] = []
-        self.weight_version = weight_version
+        self.weight_versions = {TARGET_MODEL: weight_version}
         self.counts = LifecycleCounts()
 
     @property
@@ -120,16 +120,27 @@ class RequestLifecycle:
                 yield req.kv
 
     def submit(self, req: Req) -> None:
-        req.begin_weight_span(self.weight_version)
+        for model, version in self.weight_versions.items():
+            req.begin_weight_span(version, model)
         self.num_streams += req.streams
         req.submitted_s = self._clock()
         self._add_waiting(req, len(self.waiting))
 
-    def set_weight_version(self, weight_version: str) -> None:
+    @property
+    def weight_version(self) -> str:
+        """Returns the label of the weights that choose tokens."""
+        return self.weight_versions[TARGET_MODEL]
+
+    @property
+    def named_versions(self) -> dict[str, str]:
+        """Returns the labels by the names of fields that clients read."""
+        return {version_field(model): label for model, label in self.weight_versions.items()}
+
+    def set_weight_version(self, weight_version: str, model: str = TARGET_MODEL) -> None:
         """Labels all tokens from now on. Call it only without a step in flight."""
-        self.weight_version = weight_version
+        self.weight_versions[model] = weight_version
         for req in (*self.running, *self.waiting):
-            req.begin_weight_span(weight_version)
+            req.begin_weight_span(weight_version, model)
 
     def admit(self, req: Req) -> None:
         """Moves a request from waiting to running: it gets a row and its cached prefix."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang.srt.head_config import EAGLE3, tap_layers
+from sglang.srt.head_config import DraftHeadConfig
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_config import ModelConfig
@@ -18,7 +18,6 @@ class EagleConfig:
 
     Attributes:
         head: of `load_head_config`, for this target.
-        num_layers: of the target.
         rounds: how many tokens are drafted, in chains or trees.
         suppressed_token_ids: ids that the target never emits.
 
@@ -26,14 +25,12 @@ class EagleConfig:
         ValueError: if the head has fewer tokens than are to follow each draft of a tree.
     """
 
-    head: ModelConfig
-    num_layers: int
+    head: DraftHeadConfig
     rounds: RoundOptions
     suppressed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        head, tree = self.head, self.rounds.tree
-        count = len(head.hot_token_ids) or head.hf.get("draft_vocab_size") or head.vocab_size
+        count, tree = self.head.num_tokens, self.rounds.tree
         if tree is not None and tree.topk > count:
             raise ValueError(
                 f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
@@ -43,9 +40,8 @@ class EagleConfig:
     @property
     def capture(self) -> HiddenCapture:
         """Says what the head reads of the target: last hidden states, or those of some layers."""
-        if self.head.architecture == EAGLE3:
-            return HiddenCapture(tap_layers(self.head, self.num_layers))
-        return HiddenCapture(all_rows=True)
+        taps = self.head.taps
+        return HiddenCapture(all_rows=True) if taps is None else HiddenCapture(taps.layers)
 
 
 @dataclass(frozen=True, slots=True)

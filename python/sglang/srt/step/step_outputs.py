@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_prompt_logprobs
 from sglang.srt.step.forward_inputs import row_indices
 from sglang.srt.step.step_ops import (
@@ -29,28 +31,62 @@ def hidden_of_reads(hidden: torch.Tensor, inputs: ForwardBatch, reads: ReadRows)
     return hidden[reads.index]
 
 
-def hidden_states(
-    batch: ScheduleBatch,
-    inputs: ForwardBatch,
-    layout: RowLayout,
-    accepted: AcceptedTokens,
-    hidden: torch.Tensor,
-) -> torch.Tensor | None:
-    """Picks the rows `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None if there
-    are none. In a tree the rows of the accepted path count as its first ones."""
-    refs, lookahead = batch.hidden_rows, layout.lookahead
-    if not refs:
+def taps_of_drafter(taps: torch.Tensor | None, capture: HiddenCapture) -> torch.Tensor | None:
+    """Returns [T, len(capture.layers) * D] of taps [T, len(capture.taps) * D]; None if the drafter
+    reads none."""
+    if taps is None or not capture.layers:
         return None
+    return taps[:, : taps.shape[1] // len(capture.taps) * len(capture.layers)].contiguous()
+
+
+class RunRows(NamedTuple):
+    """The rows of a step whose tokens are accepted.
+
+    Attributes:
+        output: what the target gave of all T rows; None where nobody may ask for it.
+    """
+
+    inputs: ForwardBatch
+    layout: RowLayout
+    accepted: AcceptedTokens
+    output: ModelOutput | None
+
+
+def hidden_states(
+    batch: ScheduleBatch, run: RunRows, capture: HiddenCapture
+) -> torch.Tensor | None:
+    """Picks the rows `batch.hidden_rows` out of the T of a step: [H, len(capture.returned) + 1, D],
+    those layers' inputs and the last hidden state, in the model's type; None if there are none."""
+    if not batch.hidden_rows:
+        return None
+    assert run.output is not None, "The step was to give hidden states."
+    hidden, taps = run.output
+    index = _hidden_index(batch, run.inputs, run.layout, run.accepted)
+    if taps is None or not capture.returned:
+        return hidden[index][:, None]
+    layers = taps.view(len(taps), -1, hidden.shape[1])
+    states = hidden.new_empty(len(index), len(capture.returned) + 1, hidden.shape[1])
+    for place, each in enumerate([*(layers[:, at] for at in capture.places), hidden]):
+        states[:, place] = each[index]
+    return states
+
+
+def _hidden_index(
+    batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout, accepted: AcceptedTokens
+) -> torch.Tensor:
+    """Finds the rows `batch.hidden_rows` among the T of a step: [H] int64. In a tree the rows of
+    the accepted path count as its first ones."""
+    refs, lookahead, device = batch.hidden_rows, layout.lookahead, inputs.rows.device
     if lookahead is None or (lookahead.parents is None and inputs.q_starts is None):
-        return hidden[row_indices(refs, inputs.q_lens, hidden.device)]
-    request, offset = to_device(refs, hidden.device, torch.int64).T
+        return row_indices(refs, inputs.q_lens, device)
+    request, offset = to_device(refs, device, torch.int64).T
     if lookahead.parents is not None and accepted.path is not None:
         kept = offset.clamp(max=accepted.path.shape[1] - 1)
         is_node = layout.per_request[NUM_PROMPT][request] == 0
         offset = torch.where(is_node, accepted.path[request, kept].clamp(min=0), offset)
     starts = lookahead.q_starts
     last = (starts[request + 1] - starts[request] - 1).clamp(min=0)
-    return hidden[starts[request] + torch.minimum(offset, last)]
+    return starts[request] + torch.minimum(offset, last)
 
 
 def prompt_logprobs(

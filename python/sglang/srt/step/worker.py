@@ -171,7 +171,7 @@ class HostResult:
     """`GenerationBatchResult`, read.
 
     Attributes:
-        hidden_states: of each row its float32 values, as they lie in memory.
+        hidden_states: see `GenerationBatchResult`.
         num_drafts: R counts of drafts that were fed; empty where there were none.
         tier: see `GenerationBatchResult`.
         paths: R lists of M nodes, see `GenerationBatchResult`; empty where not asked for.
@@ -183,7 +183,7 @@ class HostResult:
     kept_lens: list[int]
     emitted_logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
-    hidden_states: list[bytes] = field(default_factory=list)
+    hidden_states: torch.Tensor | None = None
     num_drafts: list[int] = field(default_factory=list)
     tier: int = 0
     paths: list[list[int]] = field(default_factory=list)
@@ -201,7 +201,8 @@ class GenerationBatchResult:
         emitted_logprobs: answers to `LogprobPlan.emitted`, M positions for each of its requests,
             of which the first accept_lens[i] mean something.
         prompt_logprobs: answers to `LogprobPlan.prompts`.
-        hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size], in the model's type.
+        hidden_states: [len(ScheduleBatch.hidden_rows), len(HiddenCapture.returned) + 1,
+            hidden_size], those layers' inputs and the last hidden state, in the model's type.
         num_drafts: [R] int64; drafts fed, of which accept_lens[i] - 1 were confirmed in requests
             that emit only what is confirmed; None: there were none.
         tier: how far the drafter looked ahead, by its own count (`StepPlan.tier`).
@@ -272,7 +273,7 @@ class GenerationBatchResult:
             kept_lens,
             emitted_logprobs=HostLogprobs.of(emitted),
             prompt_logprobs=HostLogprobs.of(prompts),
-            hidden_states=[row.tobytes() for row in hidden[0].float().numpy()] if hidden else [],
+            hidden_states=hidden[0] if hidden else None,
             num_drafts=drafts[0].tolist() if drafts else [],
             tier=self.tier,
             paths=paths[0].tolist() if paths else [],

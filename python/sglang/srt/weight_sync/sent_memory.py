@@ -19,7 +19,7 @@ from sglang.srt.sent_tensors import (
     SentTensor,
     SentTensors,
 )
-from sglang.srt.weight_sync.weight_store import WeightUpdateError, first_line
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError, first_line
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 COUNTER_FILE_BYTES = 64 + MAX_COUNTERS * 8  # torch's head, and an int64 each

@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from sglang.srt.weight_sync.weight_store import WeightUpdateError, first_line
+from sglang.srt.weight_sync.weight_reader import WeightUpdateError, first_line
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRAINER_RANK = 0
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # to the device that it receives on
-BITS = {2: torch.int16, 4: torch.int32}  # the integer of each size in bytes
+DTYPES = ("float32", "bfloat16", "float16", "int64")  # names in torch of what may be sent
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer of each size in bytes
 RETRY_INTERVAL_S = 0.1
 # A watchdog of NCCL ends the process when the time-out of the group is over: ours comes first.
 NCCL_MARGIN_S = 600.0

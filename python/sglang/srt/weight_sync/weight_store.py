@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from sglang.srt.mem_cache.memory_pool import hand_back_unused
-from sglang.srt.model_config import ModelConfig, ModelPathError, resolve_model_path
-from sglang.srt.model_loader.loader import WeightMismatch, WeightPlaces, check_finite
-from sglang.srt.model_loader.weight_copies import have_equal_values
-from sglang.srt.model_loader.weight_files import read_directory, read_file
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_loader.loader import WeightPlaces
 from sglang.srt.models.model import Model
+from sglang.srt.weight_sync.weight_reader import (
+    TARGET,
+    StagedWeights,
+    WeightReader,
+    WeightUpdateError,
+    check_shared,
+    first_line,
+)
 
 COPY_BYTES = 1 << 24
 
-StagedWeights = dict[str, torch.Tensor]
-"""Checkpoint name to a CPU tensor with shape and dtype of its place, checked and owned."""
-
-
-class WeightUpdateError(ValueError):
-    """Weights that cannot be taken; one line that says why and what to do."""
-
 
 class WeightStore:
-    """Reads new weights, puts them in place, and gives their memory back for a while.
+    """Puts new weights in place, and gives their memory back for a while.
 
-    `from_*` may run anywhere, beside a step too: they look at names, shapes and types of the model
-    only. `apply`, `release` and `restore` want no step in flight. Whatever raises has changed
-    nothing of the model.
+    `apply`, `release` and `restore` want no step in flight. Whatever raises has changed nothing of
+    the model.
 
     Attributes:
+        places: where each weight belongs.
+        reader: reads new weights of this model.
         is_released: the weights have no memory; no step may run.
         num_updates: how often weights have been replaced.
         after_update: called whenever they have been, by whoever computes something of them.
 
     Raises:
-        WeightUpdateError: by every method, for sources that do not fit, and for calls that do not
-            fit the state.
+        WeightUpdateError: by every method, for calls that do not fit the state.
     """
 
     def __init__(self, model: Model, config: ModelConfig) -> None:
-        self._places = WeightPlaces(model, config)
+        self.places = WeightPlaces(model, config)
+        self.reader = WeightReader({TARGET: self.places})
         # Tied parameters share one. Buffers, such as the rotary table, stay.
         storages = {
             parameter.untyped_storage().data_ptr(): parameter.untyped_storage()
@@ -64,60 +59,14 @@ class WeightStore:
     def is_released(self) -> bool:
         return self._copy is not None
 
-    def from_directory(self, path: str) -> StagedWeights:
-        """A complete checkpoint: a local directory with *.safetensors, or another name that
-        --model-path takes.
-
-        One file after the other is read into memory: at its peak this takes the bytes of the
-        largest file beside what is staged.
-        """
-        try:
-            directory = resolve_model_path(path, "model_path")
-        except ModelPathError as error:
-            raise WeightUpdateError(str(error)) from None
-        staged = self._stage(str(directory), read_directory(directory, in_memory=True))
-        try:
-            self._places.check_complete(staged.keys())
-        except WeightMismatch as error:
+    def check(self, staged: StagedWeights) -> None:
+        """Returns if `apply` may take these weights."""
+        if self.is_released:
             raise WeightUpdateError(
-                f"{directory} {error.problem}; send a part of the weights as a file or as tensors."
-            ) from None
-        return staged | self._places.values_of_missing(staged)
-
-    def from_file(self, path: str) -> StagedWeights:
-        """Some of the weights: a safetensors file.
-
-        It is read into memory: at its peak this takes the bytes of the file beside what is staged.
-        """
-        if not os.path.isfile(path):
-            raise WeightUpdateError(f"{path!r} is not a file; give a local safetensors file.")
-        return self._stage(path, read_file(Path(path), in_memory=True))
-
-    def from_safetensors(self, data: bytes) -> StagedWeights:
-        """Some of the weights: what a safetensors file holds."""
-        try:
-            tensors = safetensors.torch.load(data)
-        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            raise WeightUpdateError(
-                f"The data cannot be read as safetensors: {first_line(error)}; send"
-                " what `safetensors.torch.save` returns."
-            ) from None
-        return self._stage("The data", _taken_from(tensors))
-
-    def from_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Some of the weights, from any device.
-
-        The tensors are read to their end even if one does not fit, since whoever sends them waits
-        until all are taken.
-        """
-        iterator = iter(tensors)
-        try:
-            return self._stage("The source", iterator)
-        except WeightUpdateError:
-            with suppress(WeightUpdateError):  # the first reason is the one to tell
-                for _ in iterator:
-                    pass
-            raise
+                "The memory of the weights is released; take it again before they are updated."
+            )
+        serving = {other: self.places[other] for other in self.places.shared.values()}
+        check_shared("The update", self.places, serving | staged)
 
     def apply(self, staged: StagedWeights) -> None:
         """Copies staged weights into place; addresses stay.
@@ -125,27 +74,22 @@ class WeightStore:
         Of weights that share memory one may be staged alone: for both if it is the one that
         `names` has, and else only with the values that serve.
         """
-        if self.is_released:
-            raise WeightUpdateError(
-                "The memory of the weights is released; take it again before they are updated."
-            )
-        serving = {other: self._places[other] for other in self._places.shared.values()}
-        self._check_shared("The update", serving | staged)
+        self.check(staged)
         self.num_updates += 1
         with torch.no_grad():
-            for name in staged.keys() - self._places.shared.keys():
-                self._places[name].copy_(staged[name])
+            for name in staged.keys() - self.places.shared.keys():
+                self.places[name].copy_(staged[name])
             for tell in self.after_update:
                 tell()
 
     def names(self) -> list[str]:
         """The model's names of all weights."""
-        return self._places.names
+        return self.places.names
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """Returns the tensor that serves under a checkpoint's name, in place; None if there is no
         such weight. Not to be read while the memory is released."""
-        return self._places.find(name)
+        return self.places.find(name)
 
     def release(self) -> None:
         """Gives the memory of the weights back. The values are kept: those of an accelerator in
@@ -194,53 +138,6 @@ class WeightStore:
         for storage in self._storages:
             storage.resize_(0)
         hand_back_unused(self._device)
-
-    def _stage(self, source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Copies of all tensors that have a place.
-
-        Raises:
-            WeightUpdateError: that begins with `source`.
-        """
-        staged: StagedWeights = {}
-        try:
-            for name, tensor in tensors:
-                place = self._places.place_of(name, tensor.shape)
-                if place is None:
-                    continue
-                own_name = self._places.own_name(name)
-                if own_name in staged:
-                    raise WeightUpdateError(f"{source} has weight {name!r} twice; send it once.")
-                self._places.check_values(name, tensor)
-                staged[own_name] = torch.empty(place.shape, dtype=place.dtype)
-                staged[own_name].copy_(tensor.detach())
-                check_finite(name, staged[own_name])
-        except WeightMismatch as error:
-            raise WeightUpdateError(f"{source} {error.problem}; {error.remedy}.") from None
-        except (ModelPathError, OSError) as error:
-            raise WeightUpdateError(first_line(error)) from None
-        if not staged:
-            raise WeightUpdateError(f"{source} has no weight of this model; send one at least.")
-        self._check_shared(source, staged)
-        for name, other in self._places.shared.items():
-            if {name, other} <= staged.keys():
-                staged[name] = staged[other]  # equal: the host needs one of them
-        return staged
-
-    def _check_shared(self, source: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """
-        Raises:
-            WeightUpdateError: if weights that have one memory in this model come with two values.
-        """
-        for name, other in self._places.shared.items():
-            if not {name, other} <= weights.keys():
-                continue
-            if not have_equal_values(weights[name], weights[other], weights[name].dtype):
-                raise WeightUpdateError(
-                    f"{source} has {name} with other values than {other}, but this model has one"
-                    " memory for both (tie_word_embeddings, and it was loaded without another"
-                    f" {name}); send both alike, in one call or session (begin_weight_update), or"
-                    " start the server with a folder whose files hold both."
-                )
 
 
 class _Copy(Protocol):
@@ -312,19 +209,6 @@ def _chunks(
     for content in contents:
         for chunk in content.split(COPY_BYTES):
             yield chunk, buffer[: len(chunk)], memoryview(room)[: len(chunk)]
-
-
-def first_line(error: Exception) -> str:
-    """Returns an error's message, short enough for one line; torch's errors come with C++
-    frames."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300].rstrip(".;")
-
-
-def _taken_from(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor, which ends in `tensors` when it is handed out: no second copy of everything."""
-    while tensors:
-        yield tensors.popitem()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
+from sglang.srt.layers.forward_batch import ModelOutput
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.draft_rows import plan_of_drafts
 from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
@@ -36,21 +37,24 @@ from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
+from sglang.srt.step.step_outputs import RunRows
 from sglang.srt.step.worker import BatchRequest, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
-RunStep = Callable[
-    [ScheduleBatch, StepPlan, torch.Tensor], tuple[AcceptedTokens, torch.Tensor | None]
-]
+RunStep = Callable[[ScheduleBatch, StepPlan, torch.Tensor], tuple[RunRows, torch.Tensor | None]]
 Propose = Callable[[ExtendedStep], None]
 
 
 class VerifiedStep(NamedTuple):
     """The results of the first graph of a step; its next replay overwrites them."""
 
-    accepted: AcceptedTokens
+    run: RunRows
     extended: ExtendedStep
+
+    @property
+    def accepted(self) -> AcceptedTokens:
+        return self.run.accepted
 
 
 @dataclass(slots=True)
@@ -78,11 +82,11 @@ class _CapturedStep(_Captured):
     """A graph of a step.
 
     Attributes:
-        accepted: what it gives; the next replay overwrites it.
+        run: what it gives; the next replay overwrites it.
         gives_output: it writes what `Drafter.extend` gives.
     """
 
-    accepted: AcceptedTokens
+    run: RunRows
     gives_output: bool
 
 
@@ -130,6 +134,8 @@ class RoundGraphs:
         self._steps: dict[int, dict[int, _CapturedStep]] = {}
         self._proposals: dict[_Proposal, dict[int, _Captured]] = {}
         self._output: torch.Tensor | None = None  # [rows of the page table, width]
+        # As `ModelOutput`, of the rows of the largest step.
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def num_graphs(self) -> int:
@@ -138,7 +144,7 @@ class RoundGraphs:
 
     def drop(self) -> None:
         """Gives the graphs' memory back; steps run piece by piece until they are captured again."""
-        self._steps, self._proposals, self._output = {}, {}, None
+        self._steps, self._proposals, self._output, self._states = {}, {}, None, None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -217,16 +223,16 @@ class RoundGraphs:
         packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
         per_request = packed.view(NUM_COUNTS, num_reqs)
 
-        def run() -> tuple[AcceptedTokens, torch.Tensor | None]:
-            accepted, output = self._run(batch, plan, per_request)
+        def run() -> tuple[RunRows, torch.Tensor | None]:
+            found, output = self._run(batch, plan, per_request)
             if output is not None:
                 self._keep(output)
-            return accepted, output
+            return found._replace(output=self._kept_states(found.output)), output
 
         with self._runners.as_parts_of_graph():
-            graph, (accepted, output) = capture_graph(self._memory, run)
+            graph, (found, output) = capture_graph(self._memory, run)
         gives_output = output is not None
-        return _CapturedStep(graph, per_request[ROW], batch.rows, accepted, gives_output)
+        return _CapturedStep(graph, per_request[ROW], batch.rows, found, gives_output)
 
     def _capture_proposal(self, num_reqs: int, kind: _Proposal) -> _Captured:
         batch = self._batch_of_padding(num_reqs)
@@ -257,7 +263,9 @@ class RoundGraphs:
         found = _smallest(self._steps.get(num_drafts), num_reqs)
         if found is None or self._are_checked or not _is_uniform(batch, plan, num_drafts):
             return None
-        target, accepted = self._runners.target, found.accepted
+        if batch.hidden_rows and found.run.output is None:
+            return None
+        target, accepted = self._runners.target, found.run.accepted
         for runner in self._runners.runners:
             runner.assert_ready()
         target.step_ops.write_table(batch.table_writes, self._table)
@@ -266,7 +274,7 @@ class RoundGraphs:
             poison((accepted.next_token_ids, output))
         found.replay(self._padded(batch.rows, found))
         extended = ExtendedStep(batch, plan, self._state, found.rows[:num_reqs], output)
-        return VerifiedStep(_first(accepted, num_reqs), extended)
+        return VerifiedStep(found.run._replace(accepted=_first(accepted, num_reqs)), extended)
 
     def propose(self, step: ExtendedStep) -> bool:
         """Proposes what is next; False if there is no graph for it."""
@@ -296,6 +304,18 @@ class RoundGraphs:
         if output.data_ptr() != kept.data_ptr():
             kept[: len(output)].copy_(output)
 
+    def _kept_states(self, output: ModelOutput | None) -> ModelOutput | None:
+        """Copies what the target gave to where all graphs have it, the largest of which comes
+        first; None where no request may ask for it."""
+        if output is None or not self._runners.target.config.capture.returned:
+            return None
+        hidden, taps = output
+        assert taps is not None, "There are layers to return."
+        if self._states is None:
+            self._states = torch.zeros_like(hidden), torch.zeros_like(taps)
+        kept = self._states[0][: len(hidden)], self._states[1][: len(hidden)]
+        return ModelOutput(kept[0].copy_(hidden), kept[1].copy_(taps))
+
     def _output_of(self, num_reqs: int) -> torch.Tensor:
         """[R, width]; what `Drafter.extend` gave last."""
         assert self._output is not None, "No step gives any."
@@ -320,7 +340,6 @@ def _is_uniform(batch: ScheduleBatch, plan: StepPlan, num_drafts: int) -> bool:
         and all(batch.emits)
         and not batch.adjusts_logits
         and batch.logprobs is None
-        and not batch.hidden_rows
         and batch.constraint is None
     )
 

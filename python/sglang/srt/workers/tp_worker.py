@@ -16,7 +16,7 @@ import torch
 
 from sgl_kernel import ConfirmedDrafts, SamplingRows
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
@@ -40,10 +40,12 @@ from sglang.srt.step.step_ops import (
     RowLayout,
 )
 from sglang.srt.step.step_outputs import (
+    RunRows,
     emitted_queries,
     hidden_of_reads,
     hidden_states,
     prompt_logprobs,
+    taps_of_drafter,
 )
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
@@ -54,12 +56,14 @@ class _Drawing(NamedTuple):
     """Holds how the tokens of S rows were chosen, and what of them is given.
 
     Attributes:
+        output: what the target gave, all of `HiddenCapture.taps` too.
         given: what requests get; less than was accepted where `shortened` says so.
         logits: [S, V]; after penalties and biases.
         sampling: None where all rows are greedy.
         drawn: None where log-probabilities are not wanted.
     """
 
+    output: ModelOutput
     given: AcceptedTokens
     shortened: ShortenedRows | None
     logits: torch.Tensor
@@ -90,6 +94,7 @@ class TpModelWorker:
         confirm: Confirm | None = None,
     ) -> None:
         self._runner = runner
+        self._capture = runner.config.capture
         self._table = runner.req_to_token_pool
         self._state = state
         self._planner, self._drafter = planned or PlannedDrafter()
@@ -147,7 +152,8 @@ class TpModelWorker:
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
             return self._run_pieces(batch, record)
-        result = _result(batch, record, verified.accepted)
+        hidden = hidden_states(batch, verified.run, self._capture)
+        result = _result(batch, record, verified.run.accepted, hidden=hidden)
         self._propose(verified.extended)
         return result
 
@@ -162,13 +168,14 @@ class TpModelWorker:
         is_exact = plan.is_plain and plan.counts.q_lens == batch.max_q_lens
         inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
+        run = RunRows(inputs, layout, step.accepted, drawing.output)
         result = _result(
             batch,
             record,
             drawing.given,
             emitted_logprobs=self._emitted_logprobs(step, drawing),
             prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, step.forward),
-            hidden=hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
+            hidden=hidden_states(batch, run, self._capture),
         )
         output = self._drafter.extend(step)
         self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
@@ -185,14 +192,15 @@ class TpModelWorker:
 
     def _run_step(
         self, batch: ScheduleBatch, plan: StepPlan, per_request: torch.Tensor
-    ) -> tuple[AcceptedTokens, torch.Tensor | None]:
+    ) -> tuple[RunRows, torch.Tensor | None]:
         """A step of `RoundGraphs` up to the proposal; per_request: see `RowLayout`."""
         layout = self._runner.step_ops.lay_out_rows(
             per_request, plan.counts, self._state, self._table, plan.lookahead_token
         )
         inputs = forward_batch_of(batch, plan.counts, layout)
-        step, _ = self._accept(batch, plan, inputs, layout)
-        return step.accepted, self._drafter.extend(step)
+        step, drawing = self._accept(batch, plan, inputs, layout)
+        run = RunRows(inputs, layout, step.accepted, drawing.output)
+        return run, self._drafter.extend(step)
 
     def _accept(
         self, batch: ScheduleBatch, plan: StepPlan, inputs: ForwardBatch, layout: RowLayout
@@ -202,6 +210,8 @@ class TpModelWorker:
         if batch.constraint is not None:
             question = ConstraintQuestion(batch.constraint, layout)
         forward = self._runner.forward(inputs)
+        output = ModelOutput(forward.hidden, forward.taps)
+        forward = replace(forward, taps=taps_of_drafter(forward.taps, self._capture))
         reads, shortened = layout.reads, None
         logits = self._logits(batch, inputs, layout, forward.hidden)
         if question is not None:
@@ -227,7 +237,7 @@ class TpModelWorker:
             chosen=chosen,
             accepted=accepted,
         )
-        return step, _Drawing(given, shortened, logits, sampling, drawn)
+        return step, _Drawing(output, given, shortened, logits, sampling, drawn)
 
     def _logits(
         self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout, hidden: torch.Tensor

@@ -1,0 +1,75 @@
+"""The weights of all models that serve together: a target, and a draft model or none.
+
+One update may change both. They are told apart by their names: those of the draft model begin with
+`draft.`, except where an update is of the draft model alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.sent_tensors import WeightSelector
+from sglang.srt.weight_sync.weight_reader import (
+    DRAFT,
+    TARGET,
+    StagedWeights,
+    WeightReader,
+    WeightUpdateError,
+    split_name,
+    weights_of,
+)
+from sglang.srt.weight_sync.weight_store import WeightStore
+
+NO_DRAFT_MODEL = (
+    "selector: this server has no draft model with weights of its own; send target or all, or start"
+    " the server with --speculative-draft-model-path."
+)
+
+
+class ServingWeights:
+    """The weights of the target and of its draft model, each in its `WeightStore`.
+
+    Attributes:
+        has_draft: whether there is a draft model with weights of its own.
+    """
+
+    def __init__(self, target: WeightStore, draft: WeightStore | None = None) -> None:
+        self._stores = {TARGET: target}
+        if draft is not None:
+            self._stores[DRAFT] = draft
+        self.has_draft = draft is not None
+
+    def reader(self, selector: WeightSelector) -> WeightReader:
+        """Returns what reads new weights of the selected models.
+
+        Raises:
+            WeightUpdateError: if they are of a draft model, and there is none.
+        """
+        if selector == "draft" and not self.has_draft:
+            raise WeightUpdateError(NO_DRAFT_MODEL)
+        wanted = {"target": (TARGET,), "draft": (DRAFT,), "all": (*self._stores,)}[selector]
+        return WeightReader({each: self._stores[each].places for each in wanted}, wanted[0])
+
+    def apply(self, staged: StagedWeights) -> None:
+        """Copies staged weights into place, of all models or of none.
+
+        Raises:
+            WeightUpdateError: if one of them cannot take its weights; then nothing has changed.
+        """
+        parts = {each: weights_of(staged, each) for each in self._stores}
+        changed = {self._stores[each]: part for each, part in parts.items() if part}
+        for store, part in changed.items():
+            store.check(part)
+        for store, part in changed.items():
+            store.apply(part)
+
+    def names(self) -> list[str]:
+        """Names of all weights, the draft model's behind `draft.`."""
+        return [
+            beginning + name for beginning, store in self._stores.items() for name in store.names()
+        ]
+
+    def value_of(self, name: str) -> torch.Tensor | None:
+        """Returns the tensor that serves under such a name; see `WeightStore.value_of`."""
+        beginning, own_name = split_name(name, self._stores)
+        return self._stores[beginning].value_of(own_name)

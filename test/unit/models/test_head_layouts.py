@@ -1,0 +1,221 @@
+"""Each layout in which draft heads are published loads unmodified and computes what an oracle does,
+or is refused by name; ids of layers in either convention are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_heads import EAGLE, EAGLE3, FILE, Oracle, write_eagle, write_eagle3
+from head_feeding import make_pair, run_a_round
+from head_layouts import CASES, IDS, SPECULATORS, HeadCase
+from sglang.srt.head_config import load_head_config
+from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
+from utils import make_random_llama
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Targets of 8 layers, by hidden size. The output head is not the embedding."""
+    folder = tmp_path_factory.mktemp("targets")
+    return {
+        size: make_random_llama(
+            folder / str(size), num_hidden_layers=8, tie_word_embeddings=False, hidden_size=size
+        )
+        for size in (64, 96)
+    }
+
+
+@pytest.fixture(scope="module")
+def target(targets: dict[int, Path]) -> ModelConfig:
+    return load_model_config(str(targets[64]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
+def test_a_published_layout_equals_the_oracle(
+    case: HeadCase, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    pair = make_pair(targets[case.target_hidden], case.write(tmp_path / "head"), case.kind)
+    oracle = pair.oracle
+    pair.oracle = Oracle(
+        tmp_path, oracle.embedding, oracle.output, case.oracle_facts, case.tensors()
+    )
+    run_a_round(pair, case.kind)
+    head = pair.runner.config.model
+    taps = head.taps.layers if case.kind == EAGLE3 else None
+    assert taps == (case.taps if case.kind == EAGLE3 else None)
+
+
+# --- refused by name -----------------------------------------------------------------------------
+
+PARALLEL = {"mask_token_id": 7, "num_hidden_layers": 4}
+BLOCK = {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+        ({"architectures": [EAGLE3], **PARALLEL}, "P-EAGLE"),
+        ({**BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]}}, "DFlash"),
+        ({"speculators_model_type": "dflash", "mask_token_id": 7}, "DFlash"),
+        ({"speculators_model_type": "dflash2"}, "DFlash"),
+        ({"speculators_model_type": "dspark"}, "DSpark"),
+        ({"speculators_model_type": "mtp"}, "NEXTN"),
+        ({"architectures": ["MiMoMTP"]}, "NEXTN"),
+        ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, "NEXTN"),
+        ({"speculators_model_type": "new"}, "speculators_model_type 'new' is of no head"),
+        ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is of no head"),
+        ({"architectures": None}, "architecture ''"),
+    ],
+)
+def test_a_head_that_nothing_here_drives_is_refused_by_name(
+    entries: dict[str, Any], named: str, tmp_path: Path, target: ModelConfig
+) -> None:
+    assert named in refusal(write_eagle3(tmp_path, **entries), target)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "named"), [("mask_hidden", "P-EAGLE"), ("mtp.fc.weight", "NEXTN")]
+)
+def test_a_tensor_that_marks_another_head_is_enough(
+    tensor: str, named: str, tmp_path: Path, target: ModelConfig
+) -> None:
+    folder = write_eagle3(tmp_path)
+    save_file({**load_file(folder / FILE), tensor: torch.ones(1, 64)}, folder / FILE)
+    assert named in refusal(folder, target)
+
+
+def refusal(folder: Path, target: ModelConfig, kind: str = EAGLE3) -> str:
+    with pytest.raises(ModelPathError) as error:
+        load_head_config(str(folder), kind, target)
+    message = str(error.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    assert len(message) - len(str(folder)) < 400
+    return message
+
+
+def test_a_nested_config_without_norm_before_residual_is_refused_with_both_readings(
+    tmp_path: Path, target: ModelConfig
+) -> None:
+    entries = {key: each for key, each in SPECULATORS.items() if key != "norm_before_residual"}
+    folder = HeadCase("nested", EAGLE3, entries=entries, nests=True).write(tmp_path / "head")
+    assert "speculators reads as false and vLLM as true" in refusal(folder, target)
+
+
+def test_layers_with_a_gap_are_refused(tmp_path: Path, target: ModelConfig) -> None:
+    folder = write_eagle3(tmp_path, layer="layers.1.")
+    assert "the files have layers [1], not all from 0 on" in refusal(folder, target)
+
+
+def test_an_upper_layer_with_both_norms_is_refused(
+    targets: dict[int, Path], tmp_path: Path
+) -> None:
+    more = {"layers.1.hidden_norm.weight": (torch.float32, [64])}
+    [two] = [case for case in CASES if case.layout == "2 layers"]
+    folder = replace(two, add={**two.add, **more}).write(tmp_path / "head")
+    with pytest.raises(ModelPathError, match=r"layers\.1\.\w+\.weight' twice"):
+        make_pair(targets[64], folder, EAGLE3)
+
+
+# --- ids of layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "readings"),
+    [
+        ([2, 4, 5], None, ([2, 4, 5], [1, 3, 4])),  # vLLM's usual ones in SGLang's place
+        (None, [1, 3, 4], ([1, 3, 4], [0, 2, 3])),  # SGLang's usual ones in vLLM's place
+        ([1, 2, 6], [1, 2, 6], ([1, 2, 6], [0, 1, 5])),
+    ],
+)
+def test_ids_that_may_mean_two_things_are_refused_with_both_readings(
+    outputs: list[int] | None,
+    inputs: list[int] | None,
+    readings: tuple[list[int], list[int]],
+    tmp_path: Path,
+    target: ModelConfig,
+) -> None:
+    places = {} if outputs is None else {"eagle_config": {IDS: outputs}}
+    places |= {} if inputs is None else {IDS: inputs}
+    message = refusal(write_eagle3(tmp_path, **places), target)
+    first, second = readings
+    assert f"outputs of layers {first}, by the other those of {second}" in message
+
+
+@pytest.mark.parametrize("outputs", [[2, 4, 5], [1, 3, 4], [0, 2, 3]])
+def test_ids_in_both_places_are_certain(
+    outputs: list[int], tmp_path: Path, target: ModelConfig
+) -> None:
+    """As the refusal says."""
+    inputs = [layer + 1 for layer in outputs]
+    folder = write_eagle3(tmp_path, **{"eagle_config": {IDS: outputs}, IDS: inputs})
+    head = load_head_config(str(folder), EAGLE3, target)
+    assert head.taps is not None
+    assert list(head.taps.layers) == inputs
+
+
+# --- nothing is ignored in silence ---------------------------------------------------------------
+
+
+def test_entries_without_effect_are_named_in_the_summary(
+    tmp_path: Path, target: ModelConfig
+) -> None:
+    options = {IDS: [0, 3, 5], "use_mtp_layernorm": False}
+    folder = write_eagle3(tmp_path, eagle_config=options, novelty=1)
+    remark = load_head_config(str(folder), EAGLE3, target).remark
+    assert "reads the inputs of layers 1, 4 and 6 (ids in eagle_config name the outputs" in remark
+    assert "eagle_config.use_mtp_layernorm" in remark
+    assert "novelty" in remark
+    assert "rms_norm_eps" not in remark
+
+
+@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+def test_an_embedding_that_equals_the_targets_is_the_targets(
+    kind: str, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    """Also in another type; one that differs in a value is the head's own (see the layouts)."""
+    folder = (write_eagle if kind == EAGLE else write_eagle3)(tmp_path / "head")
+    tensors, of_target = load_file(folder / FILE), load_file(targets[64] / FILE)
+    tensors["embed_tokens.weight"] = of_target["model.embed_tokens.weight"].double()
+    save_file(tensors, folder / FILE)
+    pair = make_pair(targets[64], folder, kind)
+    assert not [name for name, _ in pair.model.named_parameters() if "embed" in name]
+    del pair.oracle.tensors["embed_tokens.weight"]
+    run_a_round(pair, kind)
+
+
+def _swap(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"][[3, 4]] = tensors["d2t"][[4, 3]] + torch.tensor([1, -1])
+
+
+def _other_marks(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+@pytest.mark.parametrize("change", [_swap, _other_marks])
+def test_a_map_that_contradicts_the_marks_is_refused(
+    change: Any, tmp_path: Path, target: ModelConfig
+) -> None:
+    folder = write_eagle3(tmp_path)
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+    assert "of the target of draft token" in refusal(folder, target)
+
+
+def test_a_head_is_read_from_its_config_alone_before_its_weights_are_there(
+    tmp_path: Path, target: ModelConfig
+) -> None:
+    folder = write_eagle3(tmp_path, num_hidden_layers=40)
+    whole = load_head_config(str(folder), EAGLE3, target)
+    (folder / FILE).unlink()
+    assert load_head_config(str(folder), EAGLE3, target) == whole
