@@ -16,7 +16,6 @@ if sys.platform != "linux" or os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 import triton
-from sglang.srt.mtp import triton_mask_ops as masks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -28,6 +27,7 @@ from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_tree_search as trees
 from sglang.srt.speculative import triton_kept_paths as paths
+from sglang.srt.speculative import triton_mask_ops as masks
 from sglang.srt.speculative import triton_ngram_ops as ngrams
 from sglang.srt.step import triton_row_division as rows
 from sglang.srt.step import triton_row_packing as packing
