@@ -69,6 +69,11 @@ class HostCopy:
             self._event.record()
 
     @property
+    def is_complete(self) -> bool:
+        """Tells whether nothing had to be copied: all tensors are on the host."""
+        return self._event is None
+
+    @property
     def is_ready(self) -> bool:
         return self._event is None or self._event.query()
 

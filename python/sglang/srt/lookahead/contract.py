@@ -143,8 +143,8 @@ class Planner(Protocol):
         """Plans what the next step feeds and reads. The step before has not been read yet.
 
         Args:
-            lens: `Drafter.lens` of all rows, the newest that the host has without waiting; None:
-                none newer than those in the record that was observed last.
+            lens: `Drafter.lens` of all rows, from before this step, or on a GPU from before the
+                step before; None: there are none.
         """
         return StepPlan(counts=StepCounts.plain(batch))
 

@@ -133,7 +133,7 @@ class TpModelWorker:
         lens = self._drafter.lens()
         copied = None if lens is None else HostCopy([lens.clone()])
         self._planner.admit(batch.new_rows)
-        plan = self._planner.plan(batch, self._newest(copied))
+        plan = self._planner.plan(batch, self._known_lens(copied))
         self._drafter.prepare(batch, plan)
         scores = None
         if plan.wants_scores:
@@ -141,11 +141,13 @@ class TpModelWorker:
             scores = HostCopy([self._state.confidence.drafts.clone()])
         return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores)
 
-    def _newest(self, lens: HostCopy | None) -> list[int] | None:
-        """The lengths of this step's copy, or of that of the step before, if either is there."""
-        copies, self._last_lens = (lens, self._last_lens), lens
-        newest = next((copy for copy in copies if copy is not None and copy.is_ready), None)
-        return None if newest is None else newest.read()[0].tolist()
+    def _known_lens(self, copied: HostCopy | None) -> list[int] | None:
+        """Returns lengths by row, from before this step on a CPU. A GPU still computes the step
+        before, so there they are from before that one, whether or not it has ended: plans do not
+        depend on how fast the host is."""
+        last, self._last_lens = self._last_lens, copied
+        known = copied if copied is None or copied.is_complete else last
+        return None if known is None else known.read()[0].tolist()
 
     def _run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
         plan = record.plan
