@@ -14,6 +14,7 @@ import torch
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import eagle_config_for
 from round_serving import On
+from sglang.srt.lookahead import tile_spec as packing
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
@@ -21,7 +22,6 @@ from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.tile_spec import budget
 from sglang.srt.step.step_ops import Q_LEN
 from sglang.srt.step.step_outputs import hidden_of_reads
 from sglang.srt.step.worker import ScheduleBatch
@@ -63,7 +63,7 @@ def all_rows_packed() -> Iterator[None]:
     ) -> StepPlan:
         found = cut(tile_spec, batch, plan, is_probe)
         assert found.counts.packed is None, "Rows cost nothing, so none is cut."
-        return found if found.is_plain else budget._packed(found, 0)
+        return found if found.is_plain else packing._packed(found, 0)
 
     with mock.patch.object(TileSpec, "cut", packed):
         yield

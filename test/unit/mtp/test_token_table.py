@@ -114,8 +114,8 @@ def test_the_table_holds_what_is_known_of_each_request(small_model: Path, kind: 
 def forgets_the_output_with_a_retraction(patch: Patch) -> None:
     right = step_builder._new_row
 
-    def new_row(req: Req, row: int) -> NewRow:
-        new = right(req, row)
+    def new_row(req: Req) -> NewRow:
+        new = right(req)
         return dataclasses.replace(
             new, tokens=new.tokens[: max(len(req.input_ids), req.committed + 1)]
         )
@@ -126,8 +126,8 @@ def forgets_the_output_with_a_retraction(patch: Patch) -> None:
 def leaves_out_the_cached_prefix(patch: Patch) -> None:
     right = step_builder._new_row
 
-    def new_row(req: Req, row: int) -> NewRow:
-        new = right(req, row)
+    def new_row(req: Req) -> NewRow:
+        new = right(req)
         tokens = np.where(np.arange(len(new.tokens)) < new.num_committed, MASK, new.tokens)
         return dataclasses.replace(new, tokens=tokens.astype(np.int32))
 
