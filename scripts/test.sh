@@ -2,7 +2,7 @@
 # Runs the CPU suite, three files at a time, after the set-up if that is needed. Extra arguments go to
 # pytest; a path or a test id among them replaces the whole suite, and runs in one process:
 # bash scripts/test.sh test/unit/test_code_shape.py -x
-# Of long matrices the suite takes a part, a path all; TEST_TURN=NUMBER, rest-of-NUMBER or all chooses.
+# Of long matrices the suite takes a part, a path all; TEST_TURN=NUMBER, more-of-NUMBER or all chooses.
 set -euo pipefail
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"

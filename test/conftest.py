@@ -13,7 +13,7 @@ import pytest
 
 from sglang.srt.garbage import keep_out_of_collections
 from target import TARGET, use_flags_as_defaults
-from turns import case_of, chosen, is_rest
+from turns import case_of, chosen, is_more
 
 # Files of which one process runs all, so that their servers and engines are started once: the
 # fixtures `target` and `openai_server`.
@@ -106,7 +106,7 @@ def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     cases = [case_of(item) for item in items]
     taken = chosen(turn, sorted({case for case in cases if case is not None}))
-    if not is_rest(turn):
+    if not is_more(turn):
         taken.add(None)
     pairs = list(zip(items, cases, strict=True))
     config.hook.pytest_deselected(items=[item for item, case in pairs if case not in taken])

@@ -2,9 +2,9 @@
 files that are marked as a whole, since their tests share a server or what a compiler made, are one
 matrix, whose cases are the files.
 
-TEST_TURN says which cases: a number draws them, `rest-of-NUMBER` is all others alone, and without
-it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI runs the
-rest of its own number too, so each run of CI has run every test.
+TEST_TURN says which cases: a number draws them, `more-of-NUMBER` is two more fifths alone, and
+without it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI
+runs more of its own number too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 import pytest
 
-REST_OF = "rest-of-"
-PARTS = 5  # the suite takes one
+MORE_OF = "more-of-"
+PARTS, MORE_PARTS = 5, 2  # the suite takes one of PARTS
 
 
-def is_rest(turn: str) -> bool:
-    """Tells whether the run is of what another turn leaves out, and of nothing else."""
-    return turn.startswith(REST_OF)
+def is_more(turn: str) -> bool:
+    """Tells whether the run is of cases that another turn leaves out, and of nothing else."""
+    return turn.startswith(MORE_OF)
 
 
 def case_of(item: pytest.Item) -> str | None:
@@ -33,14 +33,16 @@ def case_of(item: pytest.Item) -> str | None:
 
 
 def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
-    """Draws a fifth of each test function's cases by their ids, rounded up or down so that every
+    """Draws parts of each test function's cases by their ids, rounded up or down so that every
     case is drawn as often as the others. Processes of one run draw the same."""
     functions: dict[str, list[str]] = {}
     for test in tests:
         functions.setdefault(test.partition("[")[0], []).append(test)
     found: set[str | None] = set()
     for function, cases in functions.items():
-        drawn = random.Random(f"{turn.removeprefix(REST_OF)} {function}")
-        part = drawn.sample(cases, (len(cases) + drawn.randrange(PARTS)) // PARTS)
-        found.update(set(cases) - set(part) if is_rest(turn) else part)
+        drawn = random.Random(f"{turn.removeprefix(MORE_OF)} {function}")
+        cases = drawn.sample(cases, len(cases))
+        luck = drawn.randrange(PARTS)
+        first, last = ((len(cases) * n + luck) // PARTS for n in (1, 1 + MORE_PARTS))
+        found.update(cases[first:last] if is_more(turn) else cases[:first])
     return found

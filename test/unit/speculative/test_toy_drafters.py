@@ -42,7 +42,8 @@ from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step import torch_step_ops
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.step_ops import AcceptedTokens, LookaheadLayout, RowLayout
-from sglang.srt.step.worker import LogprobPlan
+from sglang.srt.step.step_outputs import RunRows
+from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 from sglang.srt.workers import tp_worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 from target import TARGET
@@ -378,9 +379,8 @@ def punishes_other_branches(patch: pytest.MonkeyPatch) -> None:
 def returns_states_of_the_first_rows(patch: pytest.MonkeyPatch) -> None:
     right = tp_worker.hidden_states
 
-    def hidden_states(*args: Any) -> torch.Tensor | None:
-        *others, accepted, hidden = args
-        return right(*others, replace(accepted, path=None), hidden)
+    def hidden_states(batch: ScheduleBatch, run: RunRows, capture: Any) -> torch.Tensor | None:
+        return right(batch, run._replace(accepted=replace(run.accepted, path=None)), capture)
 
     patch.setattr(tp_worker, "hidden_states", hidden_states)
 
