@@ -110,6 +110,18 @@ def test_a_head_of_a_tied_config_keeps_its_own_output_head(
     assert torch.equal(head, load_file(folder / FILE)["lm_head.weight"])
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_what_equals_the_target_is_the_targets_under_either_name(
+    tmp_path: Path, target: ModelConfig, prefix: str
+) -> None:
+    embedding = load_file(target.path / FILE)["model.embed_tokens.weight"]  # and output head
+    folder = write_eagle(tmp_path / "head")
+    names = (f"{prefix}embed_tokens.weight", f"{prefix}lm_head.weight")
+    change_weights(folder, lambda head: head.update({name: embedding.clone() for name in names}))
+    head = load(folder, EAGLE, target)
+    assert (head.embed_tokens, head.lm_head) == (None, None)
+
+
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 def test_dummy_weights_need_no_file(kind: str, tmp_path: Path, target: ModelConfig) -> None:
     folder = WRITERS[kind](tmp_path)

@@ -326,7 +326,7 @@ class WeightPlaces:
 
     def _may_be_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints carry and that are not read here."""
-        return name in self._names.ignored or name.endswith("rotary_emb.inv_freq")
+        return self.own_name(name) in self._names.ignored or name.endswith("rotary_emb.inv_freq")
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
