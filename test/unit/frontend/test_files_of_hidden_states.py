@@ -55,6 +55,7 @@ def written(backend: Backend, index: int, size: int = 10) -> Path:
     assert options is not None
     assert options.layers == LAYERS
     path = Path(options.path)
+    assert path.stat().st_mode & 0o777 == 0o600  # made before the request is sent
     path.write_bytes(bytes(size))
     return path
 
