@@ -203,6 +203,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (EAGLE3, {"norm_before_residual": 1}, "norm_before_residual must be true or false"),
     (EAGLE3, {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc are both"),
     (EAGLE3, {"use_sliding_window": True}, "sliding windows of heads are not supported"),
+    (EAGLE3, {"layer_types": 5}, "layer_types must be a list, not 5"),
     (EAGLE, {"norm_before_residual": True}, "norm_before_residual is of heads of EAGLE-3"),
     (EAGLE, {"bias": True}, "lacks 1 weights, such as 'fc.bias'"),
     (EAGLE3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
