@@ -152,7 +152,7 @@ def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
 def test_the_head_changes_and_tokens_do_not(
     server: RunningServer, right: list[list[int]], tmp_path: Path
 ) -> None:
-    """By raw bytes, from a folder, with the target in one session; the answers say which."""
+    """Updates by raw bytes, from a folder, with the target in a session; answers say which."""
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
     body = {"text": PROMPTS, "sampling_params": params}
     tensors = random_tensors(eagle_shapes(SIZES), seed=3)

@@ -78,7 +78,7 @@ class SomeLeftOut(LeftOutRows):
 
 
 def parts_of(num_rows: int) -> DrafterParts:
-    """What `planner_of_rounds` looks at."""
+    """Stands in for what `planner_of_rounds` looks at."""
     config = SimpleNamespace(capabilities=TritonBackend.capabilities())
     target = SimpleNamespace(graph_keys=None, config=config)
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))

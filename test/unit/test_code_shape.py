@@ -46,7 +46,7 @@ def test_repository_keeps_rule(name: str) -> None:
 
 
 def test_what_decides_how_far_steps_look_ahead_grows_no_longer() -> None:
-    """Who makes it shorter lowers the number; it is to be 3,300."""
+    """Bounds the sum: a change that makes it shorter lowers the number, which is to be 3,300."""
     lines = lookahead_lines()
     assert sum(lines.values()) == NUM_LOOKAHEAD_LINES, lines
 

@@ -294,9 +294,10 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
             "norm_before_residual is missing, which speculators reads as false and vLLM as true;"
             " write what it was trained with"
         )
-    if config.flag("use_sliding_window") or "sliding_attention" in (
-        config.hf.get("layer_types") or ()
-    ):
+    layer_types = config.hf.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise config.refusal(f"layer_types must be a list, not {layer_types!r}")
+    if config.flag("use_sliding_window") or "sliding_attention" in layer_types:
         raise config.refusal("sliding windows of heads are not supported; use a head without them")
     return facts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, FILE
 from drafted_serving import params_of, prompts
 from eagle_models import (
+    EMBEDDING,
     OUTPUT_HEAD,
     STANDALONE,
     write_draft,
@@ -270,6 +272,48 @@ def test_all_takes_what_it_is_given_and_says_if_the_draft_model_stays(
     got = harness.generate(prompts(), **params_of(0))
     plain = Served({"target": paths["other target"]}, None, 0, setup_for(0))
     assert got == plain.generate(prompts(), **params_of(0))
+
+
+@pytest.fixture(scope="module")
+def sharing(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models with a head that has the target's embedding, and one with the other target's."""
+    folder = tmp_path_factory.mktemp("sharing")
+    found = dict(paths)
+    for key, target in ((EAGLE, "target"), (f"other {EAGLE}", "other target")):
+        found[key] = folder / key
+        shutil.copytree(paths[key], found[key])
+        embedding = tensors_of(paths[target])[EMBEDDING]
+        save_file({**tensors_of(paths[key]), EMBEDDING: embedding}, found[key] / FILE)
+    return found
+
+
+@pytest.mark.parametrize("selector", ["draft", "all"])
+def test_an_embedding_that_the_head_borrows_cannot_get_other_values(
+    sharing: dict[str, Path], selector: WeightSelector
+) -> None:
+    harness = Swapped(sharing, EAGLE)
+    beginning = "" if selector == "draft" else "draft."
+    reply = harness.update(sharing[f"other {EAGLE}"], selector, beginning)
+    assert not reply.success
+    assert "embed_tokens.weight of the draft model" in reply.message
+    assert "leave it out" in reply.message
+    assert harness.draft_weight() == first_rows(sharing[EAGLE], A_WEIGHT[EAGLE])
+    assert harness.update(sharing[EAGLE], selector, beginning).success
+
+
+def test_what_a_head_borrows_may_come_with_the_new_weights_of_its_target(
+    sharing: dict[str, Path],
+) -> None:
+    harness = Swapped(sharing, EAGLE)
+    target, head = str(sharing["other target"]), str(sharing[f"other {EAGLE}"])
+    assert harness.ask(WeightSessionReq, action="begin").success
+    assert harness.load(Path(head)).success
+    assert not harness.ask(WeightSessionReq, action="commit").success
+    assert harness.load(Path(target), "target").success
+    assert harness.ask(WeightSessionReq, action="commit").success
+    old = FromDirectory(path=str(sharing["target"]), draft_path=head)
+    assert not harness.ask(UpdateWeightsReq, source=old).success
+    assert harness.value(EMBEDDING) == first_rows(Path(target), EMBEDDING)
 
 
 def test_wrong_weights_of_one_model_leave_both_as_they_were(paths: dict[str, Path]) -> None:

@@ -170,7 +170,7 @@ def test_update_from_disk_answers_in_sglangs_form(server: Server) -> None:
 
 
 def test_every_update_says_which_models_it_is_of(server: Server) -> None:
-    """Of all, unless it says otherwise; with all a folder of the draft model may come along."""
+    """Changes all, unless it says otherwise; with all a draft model's folder may come along."""
     bodies = {
         "/update_weights_from_disk": {"model_path": "x"},
         "/update_weights_from_tensor": {"safetensors": BYTES},

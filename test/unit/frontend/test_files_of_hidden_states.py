@@ -1,4 +1,4 @@
-"""Which requests get a file for their hidden states, who is told its path, and when it goes."""
+"""Requests get a file for their hidden states, and clients its path; then it goes."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def written(backend: Backend, index: int, size: int = 10) -> Path:
     assert options is not None
     assert options.layers == LAYERS
     path = Path(options.path)
+    assert path.stat().st_mode & 0o777 == 0o600  # made before the request is sent
     path.write_bytes(bytes(size))
     return path
 
@@ -106,7 +107,7 @@ def test_files_of_aborted_requests_are_removed(tokenizer: Tokenizer, files: Hidd
 def test_files_that_no_client_is_told_of_are_removed(
     tokenizer: Tokenizer, files: HiddenFiles
 ) -> None:
-    """Of a client that has left while its requests ran, or of a batch that failed."""
+    """Covers a client that has left while its requests ran, and a batch that failed."""
 
     async def scenario(backend: Backend) -> None:
         with_files(backend, files)

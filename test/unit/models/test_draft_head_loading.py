@@ -110,6 +110,18 @@ def test_a_head_of_a_tied_config_keeps_its_own_output_head(
     assert torch.equal(head, load_file(folder / FILE)["lm_head.weight"])
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_what_equals_the_target_is_the_targets_under_either_name(
+    tmp_path: Path, target: ModelConfig, prefix: str
+) -> None:
+    embedding = load_file(target.path / FILE)["model.embed_tokens.weight"]  # and output head
+    folder = write_eagle(tmp_path / "head")
+    names = (f"{prefix}embed_tokens.weight", f"{prefix}lm_head.weight")
+    change_weights(folder, lambda head: head.update({name: embedding.clone() for name in names}))
+    head = load(folder, EAGLE, target)
+    assert (head.embed_tokens, head.lm_head) == (None, None)
+
+
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 def test_dummy_weights_need_no_file(kind: str, tmp_path: Path, target: ModelConfig) -> None:
     folder = WRITERS[kind](tmp_path)
@@ -191,6 +203,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (EAGLE3, {"norm_before_residual": 1}, "norm_before_residual must be true or false"),
     (EAGLE3, {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc are both"),
     (EAGLE3, {"use_sliding_window": True}, "sliding windows of heads are not supported"),
+    (EAGLE3, {"layer_types": 5}, "layer_types must be a list, not 5"),
     (EAGLE, {"norm_before_residual": True}, "norm_before_residual is of heads of EAGLE-3"),
     (EAGLE, {"bias": True}, "lacks 1 weights, such as 'fc.bias'"),
     (EAGLE3, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),

@@ -79,7 +79,9 @@ class Served:
 
     def submit(self, prompt: list[int], path: Path | None = None, **params: Any) -> int:
         """Without a path the file has the request's number for a name."""
-        path = path or self.folder / f"{1 + len(self.harness.outputs)}.safetensors"
+        if path is None:
+            path = self.folder / f"{1 + len(self.harness.outputs)}.safetensors"
+            path.touch(exist_ok=False)
         return self.harness.submit(
             prompt,
             hidden_states="all",
@@ -176,6 +178,14 @@ def test_an_aborted_request_writes_nothing_more(tmp_path: Path) -> None:
     reason = served.outcome(req_id).finish_reason
     assert reason is not None
     assert reason.type == "abort"
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
+
+
+def test_a_file_that_has_been_removed_is_not_made_again(tmp_path: Path) -> None:
+    served = Served(tmp_path, {}, retract_interval=0)
+    req_id = served.submit([5, 6, 7], max_new_tokens=6)
+    (tmp_path / f"{req_id}.safetensors").unlink()
+    served.harness.run()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Which log-probabilities and hidden states a step returns, and which of them a request gets."""
+"""Log-probabilities and hidden states that a step returns, and those that a request gets."""
 
 from __future__ import annotations
 

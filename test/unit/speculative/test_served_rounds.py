@@ -147,7 +147,7 @@ def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:
 def hear(
     mix: PromptMix, num_tokens: int, num_prompts: int = 0, rows: int = 0, is_full: bool = False
 ) -> None:
-    """Of a step in which a request decodes."""
+    """Covers a step in which a request decodes."""
     emitting = Counter({EmittingRequest(Kind(), 2): 1})
     if not is_full:
         emitting[EmittingRequest(Kind(), 2, pending=0)] = num_prompts

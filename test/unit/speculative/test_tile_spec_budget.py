@@ -107,7 +107,7 @@ class Cutting:
         return plan
 
     def observe(self, result: HostResult) -> list[tuple[int, int]]:
-        """Of each request that had drafts, how many, and how many of them were right."""
+        """Returns of each request with drafts how many, and how many of them were right."""
         found = zip(self._record.plan.num_drafts, self._accepted(result), strict=True)
         return [(count, taken - 1) for count, taken in found if count]
 

@@ -152,6 +152,7 @@ def test_graphs_give_hidden_states_of_layers_that_requests_may_have(
     served = serving(paths, tree=tree, returned=(4, 0))
     ids = {}
     for index, prompt in enumerate(prompts()[:5]):
+        (tmp_path / str(index)).touch()
         options = HiddenFileOptions(str(tmp_path / str(index)), layers)
         more = {"hidden_states": "all", "hidden_file": options}
         ids[served.harness.submit(prompt, **params_of(index), **more)] = prompt

@@ -43,7 +43,7 @@ class HiddenFiles:
 
         Raises:
             RequestError: if they have more bytes than there may ever be.
-            ServiceError: with status 503 if they have more than are left.
+            ServiceError: with status 503 if they have more than are left, or cannot be made.
         """
         sizes = [
             self._row_bytes * (len(each.input_ids) + each.sampling_params.max_new_tokens)
@@ -61,6 +61,17 @@ class HiddenFiles:
                 " have read, then try again.",
                 503,
             )
+        try:
+            for message in messages:
+                self._path(message.req_id).touch(0o600, exist_ok=False)
+        except OSError as error:
+            for message in messages:
+                self._path(message.req_id).unlink(missing_ok=True)
+            raise ServiceError(
+                f"Files of hidden states cannot be made: {error.strerror}; see"
+                " --hidden-states-folder: does it have room?",
+                503,
+            ) from None
         for message, size in zip(messages, sizes, strict=True):
             self._num_bytes[message.req_id] = size
             path = str(self._path(message.req_id))

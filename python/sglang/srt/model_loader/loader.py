@@ -226,6 +226,7 @@ class WeightPlaces:
 
     Attributes:
         shared: weights without memory of their own, each with the one whose memory it has.
+        lent: weights that are those of another model, each with its place and name there.
     """
 
     def __init__(self, model: Model, config: ModelConfig) -> None:
@@ -240,10 +241,19 @@ class WeightPlaces:
             for name, other in self._names.tied.items()
             if model.get_parameter(name) is model.get_parameter(other)
         }
+        self.lent: dict[str, tuple[torch.Tensor, str]] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The place of a weight that is known to have one; no autograd."""
-        return self._by_name[self.own_name(name)]
+        own_name = self.own_name(name)
+        return self.lent[own_name][0] if own_name in self.lent else self._by_name[own_name]
+
+    def lend(self, lender: WeightPlaces) -> None:
+        """Gives what the model borrows its places in the model that lends it."""
+        for name in self._names.borrowed.keys() & self._names.ignored:
+            found = (each for each in self._names.borrowed[name] if lender.find(each) is not None)
+            theirs = next(found)
+            self.lent[name] = lender[theirs], lender.shared.get(theirs, theirs)
 
     def own_name(self, name: str) -> str:
         """The model's name of a weight, which checkpoints may call otherwise."""
@@ -264,12 +274,14 @@ class WeightPlaces:
         return len(self.names)
 
     def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
-        """Returns the tensor that a weight of this shape fills; None for one that is computed here.
+        """Returns the tensor that a weight of this shape fills, or must be equal to if it is lent;
+        None for one that is not read.
 
         Raises:
             WeightMismatch: if the model has no such weight, or one of another shape.
         """
-        place = self._by_name.get(self.own_name(name))
+        own_name = self.own_name(name)
+        place = self[name] if own_name in self.lent else self._by_name.get(own_name)
         if place is None:
             if self._may_be_ignored(name):
                 return None
@@ -326,7 +338,7 @@ class WeightPlaces:
 
     def _may_be_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints carry and that are not read here."""
-        return name in self._names.ignored or name.endswith("rotary_emb.inv_freq")
+        return self.own_name(name) in self._names.ignored or name.endswith("rotary_emb.inv_freq")
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -25,7 +26,8 @@ REMEDY = "see --hidden-states-folder: does it have room?"
 class HiddenFile:
     """Takes rows of hidden states in their order. The file has one tensor `hidden_states`,
     [rows, layers, hidden_size] in the model's type, and `layers` among its metadata. Whoever named
-    the file removes it if the request ends early; nothing here stays open.
+    the file has made it, empty, and removes it if the request ends early, for good: it is not made
+    again here. Nothing here stays open.
 
     Attributes:
         problem: why the file cannot be written; None: it can be.
@@ -75,9 +77,10 @@ class HiddenFile:
 
     def _append(self, rows: bytearray | memoryview) -> None:
         is_first = self._num_written == 0
-        kind = os.O_CREAT | os.O_EXCL if is_first else 0
-        with self._open(os.O_WRONLY | os.O_APPEND | kind) as file:
+        with self._open(os.O_WRONLY | os.O_APPEND) as file:
             if is_first:
+                if os.fstat(file.fileno()).st_size:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 file.write(bytes(HEADER_BYTES))
             file.write(rows)
         self._num_written += len(rows)
@@ -102,9 +105,9 @@ class HiddenFile:
             file.truncate(HEADER_BYTES + size)
 
     def _open(self, flags: int) -> BinaryIO:
-        """Opens the file, only for this user, and follows no link."""
+        """Opens the file, and follows no link."""
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.fdopen(os.open(self._options.path, flags, 0o600), "wb")
+        return os.fdopen(os.open(self._options.path, flags), "wb")
 
     def _try(self, write: Callable[[], None]) -> None:
         """Writes, unless that has failed before."""

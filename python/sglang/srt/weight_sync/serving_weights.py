@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.sent_tensors import WeightSelector
 from sglang.srt.weight_sync.weight_reader import (
     DRAFT,
@@ -37,6 +38,7 @@ class ServingWeights:
         self._stores = {TARGET: target}
         if draft is not None:
             self._stores[DRAFT] = draft
+            draft.places.lend(target.places)
         self.has_draft = draft is not None
 
     def reader(self, selector: WeightSelector) -> WeightReader:
@@ -60,8 +62,28 @@ class ServingWeights:
         changed = {self._stores[each]: part for each, part in parts.items() if part}
         for store, part in changed.items():
             store.check(part)
+        self._check_lent(parts)
         for store, part in changed.items():
             store.apply(part)
+
+    def _check_lent(self, parts: dict[str, StagedWeights]) -> None:
+        """
+        Raises:
+            WeightUpdateError: if weights that the draft model borrows have other values than those
+                that the target will have.
+        """
+        if DRAFT not in parts:
+            return
+        for name, (place, theirs) in self._stores[DRAFT].places.lent.items():
+            given = parts[DRAFT].get(name)
+            value = parts[TARGET].get(theirs, place)
+            if given is not None and not have_equal_values(given, value, place.dtype):
+                raise WeightUpdateError(
+                    f"The update has {name} of the draft model with other values than the target's"
+                    f" {theirs}, but this draft model was loaded with equal ones and uses the"
+                    " target's; leave it out, or start the server with a draft model whose own one"
+                    " differs."
+                )
 
     def names(self) -> list[str]:
         """Names of all weights, the draft model's behind `draft.`."""

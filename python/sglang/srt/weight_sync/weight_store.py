@@ -72,12 +72,12 @@ class WeightStore:
         """Copies staged weights into place; addresses stay.
 
         Of weights that share memory one may be staged alone: for both if it is the one that
-        `names` has, and else only with the values that serve.
+        `names` has, and else only with the values that serve. Those that another model lends stay.
         """
         self.check(staged)
         self.num_updates += 1
         with torch.no_grad():
-            for name in staged.keys() - self.places.shared.keys():
+            for name in staged.keys() - self.places.shared.keys() - self.places.lent.keys():
                 self.places[name].copy_(staged[name])
             for tell in self.after_update:
                 tell()
