@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from served_rounds import MAX_DRAFTS, Load, ServedRounds
+from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.prompt_mix import (
     PromptMix,
@@ -49,7 +50,7 @@ def best_static(load: Load, text: Text, counts: Sequence[int] = STATIC) -> float
 def fixed(load: Load, text: Text, count: int) -> float:
     if count:
         return rate(load, text, RoundOptions(count))
-    with mock.patch.object(LoadAwareDrafts, "choose", return_value=0):
+    with mock.patch.object(LoadAwareDrafts, "choose", return_value=Budget(1)):
         return rate(load, text, BY_LOAD)
 
 
@@ -87,7 +88,7 @@ def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequenc
 
 def without_head(load: Load, text: Text) -> float:
     served = ServedRounds(load, text, BY_LOAD, can_rest=True)
-    policy = SimpleNamespace(choose=lambda upcoming: 0, settled=0, rests=True, observe=id)
+    policy = SimpleNamespace(choose=lambda upcoming: Budget(1, rests=True), observe=id)
     with mock.patch.object(served.planner, "policy", policy):
         return served.rate(800, 200)
 
