@@ -32,7 +32,7 @@ class GetWeightsByNameReqInput(msgspec.Struct, kw_only=True):
     """Body of `/get_weights_by_name`.
 
     Attributes:
-        name: name of a weight in the checkpoint, of the draft model's behind `draft.`.
+        name: name of a weight in the checkpoint, of the draft model's with `draft.` before it.
         truncate_size: entries of its first dimension at most.
     """
 

@@ -56,7 +56,7 @@ class WeightInspection:
         if value is None:
             problem = (
                 f"name: there is no weight {message.name!r}; give a name of the checkpoint, of a"
-                " draft model's behind 'draft.'."
+                " draft model's with 'draft.' before it."
             )
             self._answer(message.call_id, self._state.unusable or problem)
             return

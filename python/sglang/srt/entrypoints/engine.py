@@ -319,7 +319,7 @@ class Engine:
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
         """The first values of a weight as nested lists; `name` is the checkpoint's, of a draft
-        model's weight behind `draft.`."""
+        model's weight with `draft.` before it."""
         fields = {"name": name, "truncate_size": truncate_size}
         return self._call(make_body(GetWeightsByNameReqInput, fields).message())["parameter"]
 

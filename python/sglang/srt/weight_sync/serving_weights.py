@@ -86,7 +86,7 @@ class ServingWeights:
                 )
 
     def names(self) -> list[str]:
-        """Names of all weights, the draft model's behind `draft.`."""
+        """Names of all weights, the draft model's with `draft.` before it."""
         return [
             beginning + name for beginning, store in self._stores.items() for name in store.names()
         ]

@@ -134,7 +134,7 @@ class WeightReader:
             for name, tensor in tensors:
                 self._stage_one(source, name, tensor, staged)
         except WeightMismatch as error:
-            hint = ", a draft model's behind 'draft.'" if len(self._places) > 1 else ""
+            hint = ", a draft model's with 'draft.' before it" if len(self._places) > 1 else ""
             raise WeightUpdateError(f"{source} {error.problem}; {error.remedy}{hint}.") from None
         except (ModelPathError, OSError) as error:
             raise WeightUpdateError(first_line(error)) from None
