@@ -28,14 +28,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    trace = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(trace: Path) -> Iterator[RunningServer]:
     flags = ("--max-running-requests", "8")
     variables = {"SGLANG_MTP_DEBUG_TRACE": str(trace), "SGLANG_MTP_FIXED_K": "1"}
     with running_server("demo", *flags, **variables) as server:
         yield server
-        server.wait_idle()
-        assert {json.loads(line)["k"] for line in trace.read_text().splitlines()} >= {3, 8}
 
 
 def generate(server: RunningServer, text: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +59,14 @@ def test_requests_of_all_kinds_at_once_get_what_they_get_alone(server: RunningSe
     state = server.wait_idle()
     for name in ("legacy_missing_tokens", "orphan_token_count", "overlap_token_count"):
         assert state[name] == 0
+
+
+def test_the_debug_trace_has_the_k_of_each_step(server: RunningServer, trace: Path) -> None:
+    for mode in ("static", "verified"):
+        generate(server, PROMPT, MODES[mode])
+        server.wait_idle()
+        traced = {json.loads(line)["k"] for line in trace.read_text().splitlines()}
+        assert MODES[mode]["mtp_k"] in traced
 
 
 @pytest.mark.long_matrix
