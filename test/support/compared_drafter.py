@@ -66,11 +66,13 @@ class ComparedDrafter(EagleDrafter):
         self._layers = parts.options.capture.layers
         self._fed = torch.full((len(self._runner.kv_pool.kv[0]),), -1)
         self._num_cached: dict[int, int] = {}
+        self._without_drafts = set[int]()  # rows of requests that take none
         self._scores: dict[int, torch.Tensor] = {}
         self._runner.checks.append(self._note)
         parts.runners.target.checks.append(self._note_target)
 
     def _note(self, batch: ForwardBatch) -> None:
+        assert self._without_drafts.isdisjoint(batch.rows.tolist()), "They take no drafts."
         self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
 
     def _note_target(self, batch: ForwardBatch) -> None:
@@ -79,7 +81,11 @@ class ComparedDrafter(EagleDrafter):
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         super().prepare(batch, plan)
-        self._num_cached.update((new.row, new.num_committed) for new in batch.new_rows)
+        for new in batch.new_rows:
+            self._num_cached[new.row] = new.num_committed
+            self._without_drafts.discard(new.row)
+            if new.params.speculative.is_off:
+                self._without_drafts.add(new.row)
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
         drafts = super().draft(steps, hidden)
@@ -145,7 +151,8 @@ class ComparedDrafter(EagleDrafter):
     ) -> None:
         """Compares a chain; the others are of `_true_sequence`."""
         score = 1.0
-        for draft, told in zip(drafts, self._scores[row].tolist(), strict=True):
+        scores = self._scores[row][: len(drafts)].tolist()  # it may take fewer than the step has
+        for draft, told in zip(drafts, scores, strict=True):
             carried, logits = self.oracle.run(tokens, hidden)
             column = self._column_of(draft)
             gap = float(logits[-1].max() - logits[-1, column])
@@ -180,16 +187,18 @@ class ComparedTrees(ComparedDrafter):
     ) -> None:
         shape, scores = self._rounds.tree, self._scores[row].tolist()
         assert shape is not None
-        assert len(drafts) == shape.num_drafts
+        count = len(drafts)
+        self.seen["short"] += count < shape.num_drafts
+        scores = scores[:count]
         assert scores == sorted(scores, reverse=True)
         paths: list[tuple[int, ...]] = [()]
-        for draft, parent in zip(drafts, self._parents[row], strict=True):
+        for draft, parent in zip(drafts, self._parents[row][:count], strict=True):
             paths.append((*paths[parent], draft))
         assert len(set(paths)) == len(paths)
         found = self._expanded(shape, tokens, hidden)
-        right = sorted(found.values(), reverse=True)[: shape.num_drafts]
+        right = sorted(found.values(), reverse=True)[:count]
         assert scores == pytest.approx(right, rel=5e-3)
-        best = sorted(found, key=lambda path: -found[path])[: shape.num_drafts]
+        best = sorted(found, key=lambda path: -found[path])[:count]
         self.seen["ties"] += set(best) != set(paths[1:])
         for path, told in zip(paths[1:], scores, strict=True):
             if path in found:

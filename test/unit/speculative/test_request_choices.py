@@ -18,7 +18,6 @@ from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
 from request_choices import OFF, ChoiceChecks, choose_in_turn
-from round_serving import serving, submit_all
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 
@@ -105,3 +104,33 @@ def test_each_request_gets_what_it_chose_and_the_right_tokens(
     assert min(seen["confirmed of 1"], seen[f"confirmed of {most}"]) > 3, seen
     assert seen["steps of 0"] > 60, seen
     assert (seen["packed"] > 5) == name.startswith("cut"), seen
+
+
+def passes_of(harness: Any, number: int) -> list[tuple[list[int], list[int]]]:
+    """From now on, the passes of a runner: rows fed of each request, and their slots."""
+    found = list[tuple[list[int], list[int]]]()
+    runner = harness.group.runners[number]
+    runner.checks.append(lambda batch: found.append((batch.q_lens, batch.slots.tolist())))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [(EAGLE, "fixed"), (EAGLE3, JUMPING), (STANDALONE, "fixed")]
+)
+def test_where_all_take_none_steps_are_those_of_a_server_without_a_drafter(
+    paths: dict[str, Path], kind: str, policy: str
+) -> None:
+    """The same rows to the same slots, in as many steps; the drafter's model runs in none."""
+    right = right_tokens(paths["target"])
+    setup = setup_for(3, page_size=16, chunked_prefill_size=40)
+    plain = Served(paths, None, 0, setup)
+    with jumping_tiers():
+        served = Served(paths, kind, 3, setup, tier_policy=policy)
+    served.may_lack = True
+    expected, target, model = passes_of(plain, 0), passes_of(served, 0), passes_of(served, 1)
+    choose_in_turn(served, (OFF,))
+    serve(plain, right)
+    ids = serve(served, right)
+    assert model == []
+    assert target == expected
+    assert not any(served.outputs[each].accept_histogram for each in ids)
