@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
+from code_shape import ROOT
 from scheduler_infos import scheduler_info
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
@@ -130,3 +132,12 @@ def test_it_travels() -> None:
     raw = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(raw, type=SamplingParams) == params
     assert "speculative" not in msgspec.to_builtins(SamplingParams())
+
+
+@pytest.mark.parametrize("page", ["speculation.md", "sampling.md", "openai.md"])
+def test_what_pages_show_is_taken(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    shown = re.findall(r'(?:"speculative": |`speculative` [^\n]*`)(\{".*?\})', text)
+    assert shown
+    for value in shown:
+        check({"speculative": msgspec.json.decode(value)})
