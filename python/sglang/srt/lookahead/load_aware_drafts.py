@@ -76,13 +76,16 @@ class LoadAwareDrafts:
         if 2 * upcoming.num_new >= upcoming.num_reqs:
             self._stretches.renew()
             self._rest.renew()
-        lengths = self._stretches.lengths(self._tiers[-1])
+        share = 1.0 - upcoming.num_plain / upcoming.num_reqs
+        lengths = [
+            1.0 + share * (length - 1.0) for length in self._stretches.lengths(self._tiers[-1])
+        ]
         costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         feed_ms = 0.0
         if self._feed_ms is not None and best == 0:
             feed_ms = self._feed_ms(self._prompts.cases(upcoming, lengths[0]))
-        wanted = self._with_probe(lengths, costs, feed_ms, upcoming.is_fed)
+        wanted = self._with_probe(lengths, costs, feed_ms, upcoming.is_fed, share)
         can_draft = self._rest.step(wanted > 0, upcoming.is_fed) or self._feed_ms is None
         chosen = wanted if can_draft else 0
         if chosen > best:
@@ -112,14 +115,19 @@ class LoadAwareDrafts:
         return best if lengths[best] / costs[best] > least else held
 
     def _with_probe(
-        self, lengths: Sequence[float], costs: Mapping[int, float], feed_ms: float, is_fed: bool
+        self,
+        lengths: Sequence[float],
+        costs: Mapping[int, float],
+        feed_ms: float,
+        is_fed: bool,
+        share: float,
     ) -> int:
-        """The settled tier, or one that is to be probed."""
+        """The settled tier, or one that is to be probed; `share` of the requests take drafts."""
         best, cost = self.settled, costs[self.settled]
         most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
         self._allowance.earn(share * cost, most_ms, most_ms)
-        hopeful = hopeful_tiers(lengths, costs, best, self._least_gain)
+        hopeful = hopeful_tiers(lengths, costs, best, self._least_gain, share)
         if not hopeful:
             return best
         probed = min(hopeful, key=costs.__getitem__)
@@ -191,11 +199,15 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
 
 
 def hopeful_tiers(
-    lengths: Sequence[float], costs: Mapping[int, float], best: int, least_gain: float
+    lengths: Sequence[float],
+    costs: Mapping[int, float],
+    best: int,
+    least_gain: float,
+    share: float = 1.0,
 ) -> list[int]:
     """Tiers above the best one that would beat it if all their further drafts were right; arguments
-    as for `best_tier`."""
-    chance = lengths[best] - lengths[best - 1] if best else 1.0  # that the best tier's are right
+    as for `best_tier`. `share`: of the requests, those that take drafts."""
+    chance = lengths[best] - lengths[best - 1] if best else share  # that the best tier's are right
     least = lengths[best] / costs[best] * (1 + least_gain)
     return [
         tier

@@ -85,7 +85,7 @@ class PromptMix:
         full = min(self._full.value * growth, 1.0)
         expected = min(self._prompts.value * growth, float(num_reqs))
         if max(full, expected) < LEAST_PROMPTS:
-            return StepCases(num_reqs, upcoming.kv_tokens)
+            return StepCases(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         prompts = dict[int, float]()  # the chance of a number of rows
         most, each = _rounded(self._max_rows), self._rows.value
@@ -95,7 +95,7 @@ class PromptMix:
         rows = min(_rounded(self._full_rows.value), most)
         prompts[rows] = prompts.get(rows, 0.0) + full
         found = tuple((chance, rows) for rows, chance in prompts.items() if chance)
-        return StepCases(num_reqs, upcoming.kv_tokens, found)
+        return StepCases(num_reqs, upcoming.kv_tokens, found, upcoming.num_plain)
 
 
 @cache
