@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from drafted_serving import Drafted
-from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.step_parts import part_of
@@ -60,12 +59,22 @@ class ChoiceChecks:
     def watch_model(self, checks: list[Any]) -> None:
         """Of a drafter's model: no request that takes no drafts is fed."""
 
-        def check(batch: ForwardBatch) -> None:
-            rows = [row for row in batch.rows.tolist() if row in self._params]
-            assert all(self.most(row) for row in rows), rows
-            self.seen["passes"] += 1
+        checks.append(lambda batch: self._check_rows(batch.rows))
 
-        checks.append(check)
+    def watch_search(self, ops: Any) -> None:
+        """Of n-grams: nothing is searched for it."""
+        find = ops.find
+
+        def watched(rows: torch.Tensor, *others: Any) -> Any:
+            self._check_rows(rows)
+            return find(rows, *others)
+
+        vars(ops)["find"] = watched
+
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        known = [row for row in rows.tolist() if row in self._params]
+        assert all(self.most(row) for row in known), known
+        self.seen["looked at"] += len(known)
 
     def __call__(self, step: ComputedStep) -> None:
         batch, plan = step.batch, step.plan

@@ -18,6 +18,7 @@ from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
 from request_choices import OFF, ChoiceChecks, choose_in_turn
+from sglang.srt.speculative.ngram_worker import NgramDrafter
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 
@@ -96,10 +97,13 @@ def test_each_request_gets_what_it_chose_and_the_right_tokens(
         harness.listeners.append(checks)
         for runner in harness.group.runners[1:]:
             checks.watch_model(runner.checks)
+        if isinstance(harness.drafter, NgramDrafter):
+            checks.watch_search(harness.drafter._ops)
         choose_in_turn(harness)
         serve(harness, right)
     seen = checks.seen
     assert seen["mixed"] > 10, seen
+    assert seen["looked at"] > 50, seen
     assert seen["confirmed of 0"] == 0, seen
     assert min(seen["confirmed of 1"], seen[f"confirmed of {most}"]) > 3, seen
     assert seen["steps of 0"] > 60, seen

@@ -181,7 +181,8 @@ class DraftRows(PlannedRows[StepPlan]):
             return ()
         if rests:
             return list(range(len(batch.rows)))
-        return [place for place, row in enumerate(batch.rows) if self._most_drafts[row] == 0]
+        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
+        return [place for place, most in enumerate(mosts) if most == 0] if 0 in mosts else ()
 
     def _fed_again(self, batch: ScheduleBatch, rests: bool) -> Sequence[int]:
         """`StepPlan.fed_again`."""
