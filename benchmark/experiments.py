@@ -23,6 +23,8 @@ from sglang.srt.sent_tensors import SHARED_MEMORY
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
+REPLAY = re.compile(r"replay (\d+)(?::(0?\.\d+))?")  # replay DRAFTS, or replay DRAFTS:ERRORS
+_STEPS = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
 HOT = 1.5  # temperature of answers that follow no text
 NUM_COPIES = 4  # of the code in a prompt that repeats it
 
@@ -42,6 +44,11 @@ class Text:
     params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
     is_new: bool = False
     is_known: bool = False
+
+
+def ngram_flags(num_drafts: int) -> dict[str, Any]:
+    """Flags for so many drafts of n-grams, in chains."""
+    return {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + num_drafts}
 
 
 def beside_first(names: Sequence[str]) -> list[Pair]:
@@ -75,12 +82,17 @@ class Experiment:
 
     def way(self, name: str) -> EngineWay:
         """Gives a way; with a drafter `2x7x16` is one, a shape of drafts, with TOPK 1 a chain.
+        `replay 3` is one always, three drafts of what is known, and `replay 3:0.2` with a fifth of
+        them spoilt.
 
         Raises:
             ValueError: there is no such way.
         """
         if name in self.ways:
             return self.ways[name]
+        if replay := REPLAY.fullmatch(name):
+            flags = ngram_flags(int(replay[1])) | {"speculative_load_aware": "off"}
+            return EngineWay(flags=flags, replay_errors=float(replay[2] or 0))
         if self.algorithm is None or not (shape := SHAPE.fullmatch(name)):
             raise ValueError(f"There is no {name!r}; there are {', '.join(self.ways)}.")
         names = ("eagle_topk", "num_steps", "num_draft_tokens")
@@ -157,6 +169,17 @@ NGRAM_TEXTS = {
     "known": Text(is_known=True),
 }
 
+# ---------------------------------------------------------------- drafters beside their bound
+
+REPLAYED = "replay 3"
+REPLAY_WAYS = {
+    PLAIN: MTP_WAYS[PLAIN],
+    DRAFTED: EngineWay(is_drafted=True, flags=_STEPS),
+    NGRAM: EngineWay(flags=ngram_flags(3) | {"speculative_load_aware": "off"}),
+    # Up to 3 drafts: the policy of masks predicts fewer where that pays.
+    "k=4 verified": EngineWay(flags=_MTP, params={**MTP_WAYS[VERIFIED].params, "mtp_k": 4}),
+}
+
 # ---------------------------------------------------------------- what answers hold
 
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -190,7 +213,6 @@ def roomy_folder() -> str:
     return str(SHARED_MEMORY) if is_usable else tempfile.gettempdir()
 
 
-_STEPS = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
 _FOLDER = {"hidden_states_folder": roomy_folder(), "max_hidden_states_bytes": _MOST_BYTES}
 _FILES = {"return_hidden_states": "file"}
 HIDDEN_WAYS = {
@@ -230,13 +252,18 @@ EXPERIMENTS = {
         question="How much faster than plain decoding is NGRAM, and is it ever slower?",
         ways={
             PLAIN: EngineWay(),
-            NGRAM: EngineWay(
-                flags={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}
-            ),
+            NGRAM: EngineWay(flags=ngram_flags(11)),
         },
         requests=(1, 8, 32),
         texts=NGRAM_TEXTS,
         asked={NGRAM: MIN_PAIRED_MEDIAN},
+    ),
+    "replay": Experiment(
+        question="Which share of the speed of drafts that are always right has each drafter?",
+        ways=REPLAY_WAYS,
+        default=(REPLAYED, DRAFTED),
+        texts={"code": Text(is_new=True)},
+        algorithm="EAGLE3",
     ),
     "answers": Experiment(
         question="What do log-probabilities and penalties cost?",
