@@ -51,6 +51,12 @@ def ngram_flags(num_drafts: int) -> dict[str, Any]:
     return {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + num_drafts}
 
 
+def replay_way(num_drafts: int, error_rate: float) -> EngineWay:
+    """So many drafts of what is known, of which a share is spoilt."""
+    flags = ngram_flags(num_drafts) | {"speculative_load_aware": "off"}
+    return EngineWay(flags=flags, replay_errors=error_rate)
+
+
 def beside_first(names: Sequence[str]) -> list[Pair]:
     """Pairs each way with the first one."""
     return [(name, names[0]) for name in names[1:]]
@@ -91,8 +97,7 @@ class Experiment:
         if name in self.ways:
             return self.ways[name]
         if replay := REPLAY.fullmatch(name):
-            flags = ngram_flags(int(replay[1])) | {"speculative_load_aware": "off"}
-            return EngineWay(flags=flags, replay_errors=float(replay[2] or 0))
+            return replay_way(int(replay[1]), float(replay[2] or 0))
         if self.algorithm is None or not (shape := SHAPE.fullmatch(name)):
             raise ValueError(f"There is no {name!r}; there are {', '.join(self.ways)}.")
         names = ("eagle_topk", "num_steps", "num_draft_tokens")
@@ -173,12 +178,21 @@ NGRAM_TEXTS = {
 
 REPLAYED = "replay 3"
 REPLAY_WAYS = {
+    REPLAYED: replay_way(3, 0.0),
     PLAIN: MTP_WAYS[PLAIN],
     DRAFTED: EngineWay(is_drafted=True, flags=_STEPS),
     NGRAM: EngineWay(flags=ngram_flags(3) | {"speculative_load_aware": "off"}),
     # Up to 3 drafts: the policy of masks predicts fewer where that pays.
     "k=4 verified": EngineWay(flags=_MTP, params={**MTP_WAYS[VERIFIED].params, "mtp_k": 4}),
 }
+
+
+def beside_replay_and_plain(names: Sequence[str]) -> list[Pair]:
+    """Pairs each drafter with the first way, and with plain decoding if that is measured."""
+    drafters = [name for name in names if name != PLAIN]
+    beside = beside_first(drafters)
+    return beside + [(name, PLAIN) for name in drafters] if PLAIN in names else beside
+
 
 # ---------------------------------------------------------------- what answers hold
 
@@ -261,8 +275,9 @@ EXPERIMENTS = {
     "replay": Experiment(
         question="Which share of the speed of drafts that are always right has each drafter?",
         ways=REPLAY_WAYS,
-        default=(REPLAYED, DRAFTED),
+        default=(REPLAYED, DRAFTED, PLAIN),
         texts={"code": Text(is_new=True)},
+        pairs=beside_replay_and_plain,
         algorithm="EAGLE3",
     ),
     "answers": Experiment(

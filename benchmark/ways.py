@@ -55,10 +55,11 @@ class EngineWay:
     def starts_alone(self) -> bool:
         """Tells whether no other Engine may start beside it: it measures prices of steps, or has an
         environment of its own."""
-        return self._measures_prices or self.replay_errors is not None
+        return self.measures_prices or self.replay_errors is not None
 
     @property
-    def _measures_prices(self) -> bool:
+    def measures_prices(self) -> bool:
+        """Tells whether its Engine measures prices of steps when it starts."""
         flags = self.flags
         if flags.get("tile_spec") or flags.get("mtp_load_aware_k"):
             return True
