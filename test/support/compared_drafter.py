@@ -68,9 +68,14 @@ class ComparedDrafter(EagleDrafter):
         self._num_cached: dict[int, int] = {}
         self._scores: dict[int, torch.Tensor] = {}
         self._runner.checks.append(self._note)
+        parts.runners.target.checks.append(self._note_target)
 
     def _note(self, batch: ForwardBatch) -> None:
         self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
+
+    def _note_target(self, batch: ForwardBatch) -> None:
+        """The target comes first, and what the head is fed then is noted over it."""
+        self._fed[batch.slots.cpu()] = LEFT_OUT
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         super().prepare(batch, plan)
@@ -85,8 +90,6 @@ class ComparedDrafter(EagleDrafter):
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         self._computed = step
-        if step.plan.rests:
-            self._fed[step.inputs.slots.cpu()] = LEFT_OUT
         return super().extend(step)
 
     @torch.inference_mode()

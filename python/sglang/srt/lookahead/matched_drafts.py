@@ -149,11 +149,13 @@ class MatchedDrafts:
         return Budget(1 + self._with_probes(costs, best), settled=best)
 
     def _lengths(self, upcoming: UpcomingStep) -> list[float]:
-        """Tokens that a request is expected to be given with 0, 1, ... drafts, on average."""
-        sums = [0.0] * (1 + self._tiers[-1])
+        """Tokens that a request is expected to be given with 0, 1, ... drafts, on average; of those
+        that take none, one."""
+        plain = [1.0] * (1 + self._tiers[-1])
+        sums = [0.0] * len(plain)
         for request, count in upcoming.emitting.items():
-            assert request.kind is not None, "Requests have a kind each."
-            lengths = self._chances[request.kind.match].lengths()
+            kind = request.kind
+            lengths = plain if kind is None else self._chances[kind.match].lengths()
             sums = [total + count * length for total, length in zip(sums, lengths, strict=True)]
         return [total / upcoming.num_reqs for total in sums]
 
