@@ -14,13 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmark.goals import MIN_HIDDEN_OVER_OWN_KIND, MIN_HTTP_OVER_ENGINE, MIN_PAIRED_MEDIAN
+from benchmark.goals import (
+    MIN_HIDDEN_OVER_OWN_KIND,
+    MIN_HTTP_OVER_ENGINE,
+    MIN_OPTED_OUT_OVER_PLAIN,
+    MIN_PAIRED_MEDIAN,
+)
 from benchmark.paired import Pair
 from benchmark.stream_ways import ROUTES
 from benchmark.ways import EngineWay
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
+OPTED_OUT = "all opted out"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
 REPLAY = re.compile(r"replay (\d+)(?::(0?\.\d+))?")  # replay DRAFTS, or replay DRAFTS:ERRORS
@@ -278,6 +284,20 @@ EXPERIMENTS = {
         default=(REPLAYED, DRAFTED, PLAIN),
         texts={"code": Text(is_new=True)},
         pairs=beside_replay_and_plain,
+        algorithm="EAGLE3",
+    ),
+    "opted_out": Experiment(
+        question="What does a head take of requests that want no drafts?",
+        ways={
+            PLAIN: EngineWay(),
+            OPTED_OUT: EngineWay(
+                is_drafted=True,
+                flags={"speculative_num_steps": 3},
+                params={"speculative": {"enabled": False}},
+            ),
+        },
+        requests=(1, 8, 64),
+        asked={OPTED_OUT: MIN_OPTED_OUT_OVER_PLAIN},
         algorithm="EAGLE3",
     ),
     "answers": Experiment(

@@ -125,6 +125,7 @@ def test_a_head_changes_while_requests_run(tmp_path: Path) -> None:
         speculative_load_aware="off",
         disable_radix_cache=True,
         max_running_requests=4 * len(PROMPTS),
+        max_total_tokens=8192,
         log_level="error",
     ) as engine:
         right = answers(engine)
@@ -165,6 +166,7 @@ def test_files_of_hidden_states_are_the_models(tmp_path: Path, algorithm: str | 
         model_path="demo",
         dtype="bfloat16",
         hidden_states_folder=str(tmp_path),
+        max_total_tokens=8192,
         log_level="error",
         **(head if algorithm else {}),
     ) as engine:
