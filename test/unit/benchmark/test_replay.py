@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from benchmark.replay import ERROR_RATE, ReplayDrafter, spoilt
+from drafted_serving import Drafted, serve
 from drafter_checks import Request, drafter_harness
 from eagle_models import VOCAB, write_target
 from eagle_serving import setup_for
 from ngram_serving import ngram_config
+from recorded_graphs import recorded_graphs, replayable_backends
+from round_serving import NUM_STEPS, Served, right_tokens, runners, setup_of, zero
 from sglang.srt.speculative import ngram_worker
 from utils import Collected, SchedulerHarness
 
@@ -106,3 +109,17 @@ def test_the_longest_answer_is_known_to_all(target: Path, monkeypatch: pytest.Mo
         harness.run()
     # Of 21 known tokens the prompt's step gives one, and 5 rounds 4 each.
     assert harness.outputs[req_id].accept_histogram == [0, 0, 0, 5]
+
+
+def test_graphs_of_rounds_replay_too(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERROR_RATE, "0.3")
+    drafter, setup = ngram_config(NUM_STEPS, tier_policy="fixed"), setup_of()
+    with recorded_graphs(), replayable_backends():
+        right = right_tokens({"target": target})
+        group = runners({"target": target}, drafter, setup)
+        served = Served(Drafted(group, drafter, setup), group)
+        served.may_lack = True
+        zero(group)
+        served.watch()
+        serve(served.harness, right)
+    assert min(served.seen["right"], served.seen["wrong"]) > 10

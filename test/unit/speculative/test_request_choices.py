@@ -17,8 +17,7 @@ from eagle_serving import Served, right_tokens, setup_for, tree_setup
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
-from request_choices import OFF, ChoiceChecks, choose_in_turn
-from round_serving import serving, submit_all
+from request_choices import ChoiceChecks, choose_in_turn
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 
