@@ -34,14 +34,14 @@ from sglang.srt.step.worker import EndedText, ScheduleBatch
 ERROR_RATE = "SGLANG_REPLAY_ERROR_RATE"
 MODULE = "benchmark.replay"
 MAX_PROMPTS = 1024
-UNKNOWN = 0  # place of a prompt that was not answered yet
+NOTHING = 0, 0  # what is known of other prompts
 
 
 class ReplayDrafter(Drafter):
     """Chains of what is known behind the certain token; no drafts where nothing is.
 
-    A prompt is all that a request is admitted with. Of its answers the first of the longest ones is
-    known, to all requests with this prompt.
+    A prompt is all that a request is admitted with. Of its answers that have ended the first of the
+    longest ones is known to all requests with this prompt.
 
     Args:
         error_rate: share of drafts that are spoilt, 0 to 1.
@@ -53,12 +53,10 @@ class ReplayDrafter(Drafter):
         tokens = parts.state.tokens
         shape, device = (1 + MAX_PROMPTS, tokens.shape[1]), tokens.device
         self._texts = torch.zeros(shape, dtype=torch.int64, device=device)  # with spoilt tokens
-        self._errors = torch.zeros(shape, dtype=torch.int64, device=device)  # 1 where spoilt
         self._ends = torch.zeros(len(self._texts), dtype=torch.int64, device=device)
         self._place_of_row = torch.zeros(len(tokens), dtype=torch.int64, device=device)
-        self._places = dict[bytes, int]()  # by prompt
-        self._running = dict[int, int]()  # places by row
-        self._known = dict[int, int]()  # `_ends`, on the host
+        self._known = dict[bytes, tuple[int, int]]()  # place and end of the text, by prompt
+        self._prompts = dict[int, np.ndarray]()  # by row
         parts.state.on_end.append(self.learn)
 
     needs = staticmethod(NgramDrafter.needs)
@@ -70,23 +68,27 @@ class ReplayDrafter(Drafter):
         return PlannedDrafter(planner_of_rounds(parts.options.rounds, parts, None), drafter)
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
-        for new in batch.new_rows:
-            self._running[new.row] = self._place_of(new.tokens)
-        if batch.new_rows:
-            pairs = [(new.row, self._running[new.row]) for new in batch.new_rows]
-            rows, places = to_device(pairs, self._ends.device, torch.int64).T
-            self._place_of_row[rows] = places
+        if not batch.new_rows:
+            return
+        self._prompts |= {new.row: new.tokens for new in batch.new_rows}
+        pairs = [
+            (new.row, self._known.get(new.tokens.tobytes(), NOTHING)[0]) for new in batch.new_rows
+        ]
+        rows, places = to_device(pairs, self._ends.device, torch.int64).T
+        self._place_of_row[rows] = places
 
     def learn(self, texts: list[EndedText]) -> None:
         """Keeps texts that are longer than what is known."""
-        vocab_size = self._state.vocab_size
         for text in texts:
-            place, end = self._running[text.row], text.end
-            if place != UNKNOWN and end > self._known.get(place, 0):
-                self._known[place] = end
-                said = self._state.tokens[text.row, :end].to(torch.int64)
-                self._texts[place, :end] = (said + self._errors[place, :end]) % vocab_size
-                self._ends[place : place + 1] = end  # writing to one index waits for a GPU
+            prompt, end = self._prompts[text.row], text.end
+            place, known = self._known.get(prompt.tobytes(), (1 + len(self._known), 0))
+            if end <= known or place > MAX_PROMPTS:
+                continue
+            self._known[prompt.tobytes()] = place, end
+            errors = to_device(spoilt(prompt, end, self._error_rate), self._ends.device)
+            said = self._state.tokens[text.row, :end].to(torch.int64)
+            self._texts[place, :end] = (said + errors) % self._state.vocab_size
+            self._ends[place : place + 1] = end  # writing to one index waits for a GPU
 
     def propose(self, step: ExtendedStep) -> None:
         num_drafts, rows = max(step.plan.next_drafts), step.rows
@@ -102,15 +104,6 @@ class ReplayDrafter(Drafter):
         tokens = self._texts[places[:, None], columns]
         drafts = EagleVerifyInput(tokens, per_request_draft_token_num=counts)
         drafts.write(self._ops, self._state, rows)
-
-    def _place_of(self, prompt: np.ndarray) -> int:
-        """The place of a prompt [n] int32; a new one decides which of its drafts are spoilt."""
-        key = prompt.tobytes()
-        if key not in self._places and len(self._places) < MAX_PROMPTS:
-            self._places[key] = place = 1 + len(self._places)
-            errors = spoilt(prompt, self._errors.shape[1], self._error_rate)
-            self._errors[place].copy_(to_device(errors, self._errors.device, torch.int64))
-        return self._places.get(key, UNKNOWN)
 
 
 def spoilt(prompt: np.ndarray, num_tokens: int, error_rate: float) -> np.ndarray:
