@@ -40,6 +40,8 @@ FAMILIES = {
     "speculators, EAGLE-3.1 of 2 layers",
     "3 layers of EAGLE",
     "a target of another width",
+    "P-EAGLE of 4 layers",
+    "speculators, P-EAGLE",
     "norms of queries and keys",
     "biases",
 }
