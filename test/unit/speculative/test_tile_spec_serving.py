@@ -124,6 +124,7 @@ def test_counts_of_0_and_of_all_drafts_are_in_one_step(
     assert any({1, 2} & {*counts} for counts in fed)
 
 
+@pytest.mark.long_matrix
 def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_none_all_and_some_nodes_are_verified_in_one_step(
     assert harness.seen["moved"] > 2, harness.seen
 
 
+@pytest.mark.long_matrix
 def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:

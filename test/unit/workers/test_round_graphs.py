@@ -182,6 +182,7 @@ def test_one_that_asks_for_more_takes_the_others_with_it_only_while_it_runs(
     assert [harness.outputs[each].token_ids for each in others] == right
 
 
+@pytest.mark.long_matrix
 def test_graphs_are_captured_anew_with_memory(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
@@ -368,6 +369,7 @@ def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
     assert len(served.rounds) > 10
 
 
+@pytest.mark.long_matrix
 def test_batches_are_padded_to_a_size_that_takes_less_time(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
