@@ -77,7 +77,7 @@ class MatchConfidence:
         prior = to_device(values, device, torch.float32)[:, None]
         self.trials = Trials(prior.repeat(1, max_drafts))
         self._classes = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._bounds = to_device(bounds, device, torch.float32)
+        self._bounds = to_device(bounds, device, torch.tensor(bounds).dtype)
         self._places = torch.arange(max_drafts, device=device)
         self._padding_row = padding_row
 

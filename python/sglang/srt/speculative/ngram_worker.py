@@ -198,9 +198,7 @@ def planned_counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:
     return to_device(list(planned), step.rows.device, torch.int64)
 
 
-def within_budget(
-    counts: torch.Tensor, found: Continuation, budget: int | None
-) -> torch.Tensor:
+def within_budget(counts: torch.Tensor, found: Continuation, budget: int | None) -> torch.Tensor:
     """[R]; of counts [R] drafts of chains as many as the corpus may give; None: all."""
     if budget is None:
         return counts
