@@ -126,12 +126,11 @@ class MeasuredRounds:
 
     def feed_ms(self, upcoming: StepCases) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
+        num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._feed_cost(case).at(case.kv_tokens) for chance, case in upcoming.cases
+            chance * self._known_feed(num_fed, case.prompt_rows).at(case.kv_tokens)
+            for chance, case in upcoming.cases
         )
-
-    def _feed_cost(self, case: StepCase) -> RoundCost:
-        return self._known_feed(case.num_reqs - case.num_plain, case.prompt_rows)
 
     def _feed(self, num_reqs: int, prompt_rows: int) -> RoundCost:
         return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
