@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, P_EAGLE
 from head_rounds import (
     HIDDEN_SIZE,
     MAX_REQUESTS,
@@ -30,8 +30,8 @@ from sglang.srt.model_executor.graph_keys import GraphKeys, kind_of
 from sglang.srt.model_executor.model_runner import ModelRunner
 from utils import make_random_llama
 
-BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE}
+BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3, P_EAGLE])
+WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE, P_EAGLE: 3 * HIDDEN_SIZE}
 TOLERANCE = 1e-4
 
 
@@ -78,6 +78,8 @@ def rounds(folders: Path, kind: str, backend: str = "ragged", page_size: int = 1
         (EAGLE3, "ragged", 16),
         (EAGLE, "uniform", 16),
         (EAGLE3, "uniform", 1),
+        (P_EAGLE, "ragged", 16),
+        (P_EAGLE, "uniform", 1),
     ],
 )
 def test_rounds_with_graphs_equal_rounds_without(

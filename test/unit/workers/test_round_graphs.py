@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import CONTEXT, STANDALONE, eagle_config_for, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
@@ -95,7 +95,7 @@ def test_tokens(
     assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
 
 
-@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE, P_EAGLE])
 def test_requests_that_take_no_drafts(
     paths: dict[str, Path], right: list[list[int]], kind: str
 ) -> None:

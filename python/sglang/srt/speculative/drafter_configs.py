@@ -25,7 +25,8 @@ class EagleConfig:
         suppressed_token_ids: ids that the target never emits.
 
     Raises:
-        ValueError: if the head has fewer tokens than are to follow each draft of a tree.
+        ValueError: for trees of a head that drafts chains alone, or of one that has fewer tokens
+            than are to follow each draft.
     """
 
     head: DraftHeadConfig
@@ -34,6 +35,11 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         count, tree = self.head.num_tokens, self.rounds.tree
+        if tree is not None and self.head.mask is not None:
+            raise ValueError(
+                f"--speculative-eagle-topk {tree.topk}: a head of P-EAGLE drafts chains alone; use"
+                " --speculative-eagle-topk 1."
+            )
         if tree is not None and tree.topk > count:
             raise ValueError(
                 f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
