@@ -74,7 +74,8 @@ class LoadAwareDrafts:
         if 2 * upcoming.num_new >= upcoming.num_reqs:
             self._stretches.renew()
             self._rest.renew()
-        lengths = self._stretches.lengths(self._tiers[-1])
+        beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
+        lengths = [beside + length for length in self._stretches.lengths(self._tiers[-1])]
         costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         feed_ms = 0.0
@@ -179,7 +180,8 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
     that by the share `least_gain`.
 
     Args:
-        lengths: tokens that a request is expected to be given with 0, 1, ... drafts.
+        lengths: tokens that a request is expected to be given with 0, 1, ... drafts, and its share
+            of those of others that take none.
         costs: milliseconds of a round of each tier, tier 0 among them.
     """
     best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))

@@ -76,15 +76,15 @@ class PromptMix:
 
     def cases(self, upcoming: UpcomingStep, pace: float) -> StepCases:
         """Returns what may share a step of these requests, if steps give each of them `pace`
-        tokens. Prompts come by chance, each alone, so their number is Poisson's; full steps come as
-        often as they may."""
+        tokens (`lengths` of `best_tier`). Prompts come by chance, each alone, so their number is
+        Poisson's; full steps come as often as they may."""
         num_reqs = upcoming.num_reqs
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
-        growth = num_reqs * pace / tokens
+        growth = (num_reqs - upcoming.num_plain) * pace / tokens
         full = min(self._full.value * growth, 1.0)
         expected = min(self._prompts.value * growth, float(num_reqs))
         if max(full, expected) < LEAST_PROMPTS:
-            return StepCases(num_reqs, upcoming.kv_tokens)
+            return StepCases(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         prompts = dict[int, float]()  # the chance of a number of rows
         most, each, others = _rounded(self._max_rows), self._rows.value, 1.0 - full
@@ -96,7 +96,7 @@ class PromptMix:
             rows = min(_rounded(self._full_rows.value), most)
             prompts[rows] = prompts.get(rows, 0.0) + full
         found = tuple([(chance, rows) for rows, chance in prompts.items() if chance])
-        return StepCases(num_reqs, upcoming.kv_tokens, found)
+        return StepCases(num_reqs, upcoming.kv_tokens, found, upcoming.num_plain)
 
 
 _LOG_FACTORIALS = [math.lgamma(n + 1) for n in range(256)]

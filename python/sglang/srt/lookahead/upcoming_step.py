@@ -111,6 +111,11 @@ class UpcomingStep:
         return sum(self.emitting.values())
 
     @property
+    def num_plain(self) -> int:
+        """Returns how many of them do not look ahead."""
+        return sum(count for request, count in self.emitting.items() if request.k == 1)
+
+    @property
     def num_new(self) -> int:
         """Returns how many of them have just fed the end of their prompts."""
         return sum([count for request, count in self.emitting.items() if request.pending == 0])
