@@ -85,14 +85,9 @@ class _ChainChances:
         return found
 
 
-class _NodeChances:
+class _NodeChances(_ChainChances):
     """Chances of nodes of trees whose first branches follow matches of one class, the likeliest
     node of each tree first: that each node is right, and all that it follows."""
-
-    def __init__(self, max_drafts: int, prior: float) -> None:
-        self._prior = prior
-        self._max_drafts = max_drafts
-        self.counts = _Counts(max_drafts)
 
     def record(self, num_fed: int, places: Collection[int]) -> None:
         """Hears of a request how many nodes it fed, and which of them were right."""
