@@ -91,6 +91,7 @@ class MeasuredRounds:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
+        drafts_at_once: the rows of all draft steps are one pass, which reads KV once (P-EAGLE).
     """
 
     def __init__(
@@ -100,12 +101,14 @@ class MeasuredRounds:
         tree: TreeShape | None = None,
         max_requests: int | None = None,
         can_rest: bool = False,
+        drafts_at_once: bool = False,
     ) -> None:
         self.target = target
         self.head = head
         self.tree = tree
         self.max_requests = max_requests
         self.can_rest = can_rest
+        self.drafts_at_once = drafts_at_once
         self.prompt_row_ms = target.least_row_ms
         self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
@@ -208,8 +211,9 @@ class MeasuredRounds:
         if tree is not None:
             kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
             return RoundCost(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
-        first_ms, more_ms = head.extend.head.at(num_reqs), 0.0
-        if num_drafts > 1:
-            more_ms = head.passes[num_drafts - 1].at(num_reqs)
-        kv_ms = (num_drafts - 1) * (head.extend.kv_ms + head.extend.row_kv_ms)
-        return RoundCost(first_ms + more_ms, kv_ms)
+        first_ms, num_steps = head.extend.head.at(num_reqs), num_drafts - 1
+        if num_steps == 0:
+            return RoundCost(first_ms, 0.0)
+        num_passes = 1 if self.drafts_at_once else num_steps
+        kv_ms = num_passes * head.extend.kv_ms + num_steps * head.extend.row_kv_ms
+        return RoundCost(first_ms + head.passes[num_steps].at(num_reqs), kv_ms)

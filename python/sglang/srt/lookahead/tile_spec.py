@@ -52,7 +52,13 @@ class RoundTables:
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
             target = _without_graphs(rounds.target)
-            self._packed = MeasuredRounds(target, head, rounds.tree, rounds.max_requests)
+            self._packed = MeasuredRounds(
+                target,
+                head,
+                rounds.tree,
+                rounds.max_requests,
+                drafts_at_once=rounds.drafts_at_once,
+            )
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
