@@ -20,8 +20,8 @@ from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 def measured_rounds(
     parts: DrafterParts, may_rest: bool = False, drafts_at_once: bool = False
 ) -> MeasuredRounds | None:
-    """Prices of rounds, of which those of the drafter's model are measured here or taken from the
-    cache; the drafter's options have `rounds`. None where nothing goes by them.
+    """Returns prices of rounds, of which those of the drafter's model are measured here or taken
+    from the cache; the drafter's options have `rounds`. None where nothing goes by them.
 
     Args:
         may_rest: that model is left out of steps where no drafts pay, if it can be.
