@@ -150,7 +150,7 @@ each window. A drafting has {unrolled} steps, of which all but the first read th
 windows of {long_context} tokens of real text.
 The loss of a step is the cross-entropy to the target's distribution{also}; it counts fully while
 the drafts before it are right, else {late:g} of that.
-Optimisers: Muon (lr {muon_lr}) on matrices, AdamW (lr {adam_lr}) on the rest; bfloat16 autocast.
+Optimisers: Muon (lr {muon_lr}) on matrices, AdamW (lr {adam_lr}) on the rest; {precision}.
 The schedule follows the clock, so another machine gives other weights. All figures come from the
 same run and are in `{results}`.
 
@@ -286,6 +286,7 @@ def run_fields(results: dict[str, Any]) -> dict[str, Any]:
         "command": results["command"],
         "seconds": training["seconds"],
         "device": results["device"],
+        "precision": "bfloat16 autocast" if results["versions"]["cuda"] else "float32",
         "commit": results["commit"],
         "updates": training["steps"],
         "temperature": training["temperature"],

@@ -18,7 +18,11 @@ MAX_SIZE = 1 << 24  # more than any model has of anything
 MAX_LAYERS = 1024  # more than any model has
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
-DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
+DEMO_HEADS = {
+    "demo-eagle": "tiny-code-eagle",
+    "demo-eagle3": "tiny-code-eagle3",
+    "demo-nextn": "tiny-code-nextn",
+}
 DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
 GENERATION_CONFIG = "generation_config.json"
@@ -123,7 +127,7 @@ class ModelConfig:
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
     """The directory that a flag, or a field of a call, names; `demo` is a bundled model,
-    `demo-eagle` and `demo-eagle3` are draft heads for it, `demo-draft` is a draft model.
+    `demo-eagle`, `demo-eagle3` and `demo-nextn` are heads for it, `demo-draft` is a draft model.
 
     Raises:
         ModelPathError: if there is no such directory.

@@ -13,8 +13,9 @@ class SpeculationArgs:
 
     speculative_algorithm: str | None = flag(
         None,
-        "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), a smaller"
-        " model (`STANDALONE`) or earlier text (`NGRAM`). Default: none.",
+        "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), the"
+        " model's own layer for it (`NEXTN`), a smaller model (`STANDALONE`) or"
+        " earlier text (`NGRAM`). Default: none.",
         section="Speculative decoding",
     )
     speculative_draft_model_path: str | None = flag(

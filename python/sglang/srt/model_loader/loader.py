@@ -14,7 +14,7 @@ from sglang.srt.layers.linear import FusedLinear
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, stored_weights
-from sglang.srt.models.model import Model
+from sglang.srt.models.model import CheckpointNames, Model
 from sglang.srt.platform import Platform
 from sglang.srt.registry import HEADS, MODELS
 
@@ -83,7 +83,8 @@ def _untie_if_stored_twice(model: Model, config: ModelConfig, dtype: torch.dtype
 def _borrow_equal(model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
     """Lets a model borrow what another one has with the same values."""
     names = model.checkpoint_names
-    tensors = ((names.own_name(name), tensor) for name, tensor in read_directory(config.path))
+    stored = ((name, tensor) for name, tensor in read_directory(config.path) if names.holds(name))
+    tensors = ((names.own_name(name), tensor) for name, tensor in stored)
     own = {name: tensor for name, tensor in tensors if name in names.borrowed}
     if names.lender is None or not own:
         return
@@ -173,9 +174,20 @@ def _fill(model: Model, config: ModelConfig) -> None:
         raise ModelPathError(f"{source} {error.problem}; {error.question}") from None
     finally:
         copies.finish()
-    if unread:
-        few = ", ".join(unread[:MAX_NAMED])
-        logger.info("%d weights of %s are not read, such as %s.", len(unread), config.path, few)
+    _name_unread(unread, model.checkpoint_names, config.path)
+
+
+def _name_unread(unread: Sequence[str], names: CheckpointNames, path: Path) -> None:
+    """Logs which tensors of a folder are not read; those of another model it says itself."""
+    apart = [name for name in unread if name.startswith(names.apart)]
+    others = [name for name in unread if name not in apart and names.holds(name)]
+    for found, why in (
+        (apart, "left to a drafter (--speculative-algorithm NEXTN)"),
+        (others, "not read"),
+    ):
+        if found:
+            few = ", ".join(found[:MAX_NAMED])
+            logger.info("%d weights of %s are %s, such as %s.", len(found), path, why, few)
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
@@ -259,6 +271,10 @@ class WeightPlaces:
         """The model's name of a weight, which checkpoints may call otherwise."""
         return self._names.own_name(name)
 
+    def claims(self, name: str) -> bool:
+        """Tells whether a tensor is for this model among those of another one's files."""
+        return name.startswith(self._names.only)
+
     @property
     def names(self) -> list[str]:
         """The model's names of all weights; of those that share memory one."""
@@ -338,6 +354,8 @@ class WeightPlaces:
 
     def _may_be_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints carry and that are not read here."""
+        if not self._names.holds(name):
+            return True
         return self.own_name(name) in self._names.ignored or name.endswith("rotary_emb.inv_freq")
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, check_fits
-from sglang.srt.head_layouts import RENAMED
 from sglang.srt.head_tensors import TARGET_TO_DRAFT
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
@@ -71,7 +70,8 @@ class DraftHead(Model):
         if config.hot_token_ids:
             self.hot_head = Linear(size, len(config.hot_token_ids), bias=False)
         self.checkpoint_names = CheckpointNames(
-            prefixes=(*RENAMED[config.architecture], *_upper_norms(config.num_layers)),
+            prefixes=(*config.names, *_upper_norms(config.num_layers)),
+            only=config.only,
             ignored=frozenset({TARGET_TO_DRAFT}),
             computed=frozenset() if self.hot_head is None else frozenset({HOT_HEAD}),
             borrowed=OF_TARGET,
@@ -122,9 +122,9 @@ class DraftHead(Model):
 
     def first_input(
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what the attention of the first layer reads, [T, its width], and the residual
-        [T, hidden_size], of embedded tokens [T, hidden_size] and the hidden input [T, width]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns what the first layer reads, [T, its width], and the residual [T, hidden_size]
+        (None: the same), of embedded tokens [T, hidden_size] and the hidden input [T, width]."""
         raise NotImplementedError
 
     def carried(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sglang.srt.head_layouts import NATIVE_NAMES
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
@@ -218,8 +219,10 @@ class CausalLM(Model):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self._is_tied = config.tie_word_embeddings
         self._tie_head()
-        if self._is_tied:
-            self.checkpoint_names = CheckpointNames(tied={HEAD: EMBEDDING})
+        first, num_more = config.num_layers, config.integer("num_nextn_predict_layers", 0, 0) or 0
+        numbered = (f"model.layers.{layer}." for layer in range(first, first + num_more))
+        tied = {HEAD: EMBEDDING} if self._is_tied else {}
+        self.checkpoint_names = CheckpointNames(tied=tied, apart=(*NATIVE_NAMES, *numbered))
 
     def untie(self) -> None:
         self._is_tied = False

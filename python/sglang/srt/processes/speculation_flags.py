@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.flag_values import as_flag
 from sglang.srt.head_config import load_head_config
-from sglang.srt.head_layouts import EAGLE, EAGLE3
+from sglang.srt.head_layouts import EAGLE, EAGLE3, NEXTN
 from sglang.srt.hub_models import MAIN
 from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
@@ -82,7 +82,8 @@ class Algorithm:
         drafter: a name in `DRAFTERS` (registry.py).
         flags: those that it takes; others are refused if they are given.
         options: makes the drafter's options, or raises ValueError; the text names the flag.
-        draft_model: says what `--speculative-draft-model-path` must name; None: it takes none.
+        draft_model: says what `--speculative-draft-model-path` must name; None: it may be
+            left out, or it takes none.
         instead: for flags that it does not take, what to do, or what happens.
     """
 
@@ -169,7 +170,7 @@ def _without_idle_switches(asked: Asked, algorithm: Algorithm | None) -> ServerA
 def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     """Makes the options of a head with this name in `HEADS` (registry.py)."""
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=1)
-    path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
+    flag, path = as_flag(DRAFT_PATH), str(args.speculative_draft_model_path or target.path)
     head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
     return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
@@ -222,6 +223,7 @@ a_head = partial(
 ALGORITHMS = {
     SpeculativeAlgorithm.EAGLE: a_head(options=partial(_eagle, EAGLE)),
     SpeculativeAlgorithm.EAGLE3: a_head(options=partial(_eagle, EAGLE3)),
+    SpeculativeAlgorithm.NEXTN: a_head(options=partial(_eagle, NEXTN), draft_model=None),
     SpeculativeAlgorithm.STANDALONE: Algorithm(
         drafter="standalone",
         flags=OF_ALL | OF_MODELS,

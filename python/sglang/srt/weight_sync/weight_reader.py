@@ -150,7 +150,9 @@ class WeightReader:
     def _stage_one(
         self, source: str, name: str, tensor: torch.Tensor, staged: StagedWeights
     ) -> None:
-        beginning, given_name = split_name(name, self._places, self._otherwise)
+        claiming = (other for other, places in self._places.items() if places.claims(name))
+        otherwise = next(claiming, self._otherwise)
+        beginning, given_name = split_name(name, self._places, otherwise)
         places = self._places[beginning]
         place = places.place_of(given_name, tensor.shape)
         if place is None:
