@@ -151,7 +151,7 @@ def test_values_of_the_table_are_none_of_the_flags_own_choices() -> None:
 
 
 def test_a_value_is_found_by_its_class() -> None:
-    assert class_of("speculative_algorithm", "nextn", True)[0] == REFUSED
+    assert class_of("speculative_algorithm", "mtp", True)[0] == REFUSED
     assert class_of("attention_backend", "FA3", True)[0] == NO_EFFECT
     assert class_of("warmups", "x", False)[0] == REFUSED  # the table does not name it
 

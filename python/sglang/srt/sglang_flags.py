@@ -327,9 +327,9 @@ _REFUSED = (
         "enable_lora lora_paths",
     ),
     Entry(
-        f"no model here has layers of its own that draft (MTP); {_DRAFTERS}",
+        f"use NEXTN with a model's own layer for multi-token prediction; else {_DRAFTERS}",
         "speculative_algorithm",
-        ("NEXTN", "MTP", "FROZEN_KV_MTP"),
+        ("MTP", "FROZEN_KV_MTP"),
     ),
     Entry(
         f"no drafter here drafts blocks from mask states; {_DRAFTERS}",

@@ -145,6 +145,7 @@ class DraftHead(Model):
         for index, layer in enumerate(self.layers):
             wanted = batch.read_index if index == last and not capture.all_rows else None
             x, residual = layer(x, residual, rotation, runtime, wanted)
+        assert residual is not None  # there is a layer
         return ModelOutput(self.carried(x, residual, runtime))
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
