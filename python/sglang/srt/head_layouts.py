@@ -9,6 +9,8 @@ from typing import Any
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
 NEXTN = "LlamaForCausalLMNextN"  # a layer of the model itself for multi-token prediction
+MASK_HIDDEN = "mask_hidden"
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of one entry
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Objects of config.json whose entries belong to the head as those at its top do.
 SPECULATORS, INNER, OPTIONS = "speculators_model_type", "transformer_layer_config", "eagle_config"
@@ -24,6 +26,7 @@ class Layout:
         problem: says why no drafter here takes it; empty if one does.
         qkv_bias: the projections to queries, keys and values have biases, whatever entries say.
         hidden_first: the projection of NEXTN reads the hidden state before the embedding.
+        has_masks: drafts all tokens but the first in one pass, from mask tokens (P-EAGLE).
     """
 
     maker: str
@@ -31,13 +34,14 @@ class Layout:
     problem: str = ""
     qkv_bias: bool = False
     hidden_first: bool = False
+    has_masks: bool = False
 
 
 def _without_drafter(maker: str, drafts: str) -> Layout:
     return Layout(maker, problem=f"it is a head of {maker}, which {drafts}; no drafter here can")
 
 
-P_EAGLE = _without_drafter("P-EAGLE", "drafts several tokens in one pass from mask states")
+P_EAGLE = Layout("P-EAGLE", EAGLE3, has_masks=True)
 DFLASH = _without_drafter("DFlash", "drafts a block of tokens in one pass from mask states")
 DSPARK = _without_drafter("DSpark", "drafts a block and corrects it by a Markov head")
 NATIVE = Layout("NEXTN", NEXTN)
@@ -59,7 +63,7 @@ HEAD_ENTRIES = (SPECULATORS, "draft_vocab_size", "dflash_config")  # which no mo
 # By `speculators_model_type`.
 SPECULATORS_TYPES = {
     "eagle3": Layout("speculators", EAGLE3),
-    "peagle": P_EAGLE,
+    "peagle": Layout("speculators", EAGLE3, has_masks=True),
     "dflash": DFLASH,
     "dflash2": DFLASH,
     "dspark": DSPARK,
@@ -70,8 +74,7 @@ MARKS = {
     "dspark_target_layer_ids": DSPARK,
     "markov_head.markov_w1.weight": DSPARK,
     "dflash_config": DFLASH,
-    "mask_token_id": P_EAGLE,
-    "mask_hidden": P_EAGLE,
+    **dict.fromkeys((*MASK_TOKENS, MASK_HIDDEN), P_EAGLE),
     "mtp.fc.weight": Layout("Qwen3-Next", NEXTN),
     "model.mtp_layers.0.input_proj.weight": Layout("MiMo", NEXTN, hidden_first=True),
 }
@@ -121,7 +124,7 @@ USED_ENTRIES = frozenset(
     " num_hidden_layers num_key_value_heads original_max_position_embeddings quantization_config"
     f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size"
     " use_aux_hidden_state use_aux_norm use_sliding_window vocab_size".split()
-)
+).union(MASK_TOKENS)
 
 
 def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout | None:
