@@ -33,7 +33,7 @@ DEMO = resolve_model_path("demo")
 MODULES = [code, copy, modulefinder, pickletools, reprlib]
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW = 16, 64, 32
 LEAST_ACCEPT_LENGTH = {"EAGLE": 2.3, "EAGLE3": 2.3, "NEXTN": 1.8}
-MAX_BYTES = 6e6
+MAX_BYTES = 7.5e6
 SETUP = Setup(num_pages=6000, max_running_requests=16, context_len=256)
 
 
@@ -116,8 +116,6 @@ def test_folder_is_complete_and_config_has_the_frozen_shape(head: Head) -> None:
     same = (
         "vocab_size",
         "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
         "head_dim",
         "rope_theta",
         "max_position_embeddings",
@@ -133,7 +131,7 @@ def test_folder_is_complete_and_config_has_the_frozen_shape(head: Head) -> None:
         assert config["draft_vocab_size"] == head.results()["head"]["draft_vocab_size"] == 1536
 
 
-def test_both_folders_are_small() -> None:
+def test_all_folders_are_small() -> None:
     folders = [DEMO_MODELS_DIR / head.folder for head in HEADS]
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < MAX_BYTES
 
