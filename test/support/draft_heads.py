@@ -191,7 +191,10 @@ class Oracle:
     ) -> None:
         self.config = facts or json.loads((folder / "config.json").read_text())
         self.tensors = {
-            name.replace("midlayer.", "layers.0."): tensor
+            name.replace("midlayer.", "layers.0.")
+            .replace("mtp.pre_fc_norm_embedding", "embedding_norm")
+            .replace("mtp.pre_fc_norm_hidden", "hidden_norm")
+            .removeprefix("mtp."): tensor
             for name, tensor in (tensors or load_file(folder / FILE)).items()
         }
         self.embedding, self.output = embedding, output
