@@ -26,8 +26,9 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform
 from sglang.srt.processes.model_folders import ModelFolders
+from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
-from sglang.srt.processes.scheduler_process import make_ledger, make_resources
+from sglang.srt.processes.scheduler_process import make_ledger
 from sglang.srt.processes.worker_factory import (
     BudgetMaker,
     WorkerMaker,

@@ -74,7 +74,9 @@ class _Drawing(NamedTuple):
 class TpModelWorker:
     """Runs steps of a target model and, if there is one, of its drafter.
 
-    The name is SGLang's ("Tp" is tensor parallelism there); here one process has the whole model.
+    The name is SGLang's ("Tp" is tensor parallelism). Where several ranks hold the model, each has
+    such a worker: that of the first one begins and runs steps (`BroadcastWorker`), the others
+    follow.
 
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
@@ -122,11 +124,25 @@ class TpModelWorker:
             self._rounds = RoundGraphs(runners, needs, self._state, run, propose)
             runners.capture_with(self._rounds)
 
-    @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        return self.run(batch, self.begin(batch))
+
+    @torch.inference_mode()
+    def begin(self, batch: ScheduleBatch) -> StepRecord:
+        """Decides what a step does."""
+        self._admit(batch)
+        return self._planned(batch)
+
+    @torch.inference_mode()
+    def follow(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        """Runs a step that another process has decided (`begin`), without a result."""
+        self._admit(batch)
+        self._drafter.prepare(batch, plan)
+        self.run(batch, StepRecord(rows=batch.rows, plan=plan))
+
+    def _admit(self, batch: ScheduleBatch) -> None:
         self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
-        return self._run(batch, self._planned(batch))
 
     def _planned(self, batch: ScheduleBatch) -> StepRecord:
         """The record of a step that is about to be launched. Its copies begin here."""
@@ -149,7 +165,9 @@ class TpModelWorker:
         known = copied if copied is None or copied.is_complete else last
         return None if known is None else known.read()[0].tolist()
 
-    def _run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
+    @torch.inference_mode()
+    def run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
+        """Executes a step that has begun."""
         plan = record.plan
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
