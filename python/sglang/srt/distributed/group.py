@@ -6,7 +6,7 @@ CPU and all that is agreed on through gloo, over this machine's loopback address
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,10 @@ LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(days=1)  # the launcher ends all ranks when one is gone or stopped
 
 
+class RankLostError(RuntimeError):
+    """Another rank is gone, or did something else at the same time; no step can follow."""
+
+
 class RankGroup:
     """This rank and the others. Implements `Collectives`.
 
@@ -30,6 +34,7 @@ class RankGroup:
 
     Raises:
         RuntimeError: if the ranks do not find each other.
+        RankLostError: by every method.
     """
 
     def __init__(self, shard: Shard, meeting_point: Path) -> None:
@@ -60,7 +65,7 @@ class RankGroup:
         if self._is_alone:
             return x
         x = x.contiguous()
-        self._group.allreduce([x]).wait()
+        _wait(self._group.allreduce, [x])
         return x
 
     def join(self, x: torch.Tensor, width: int) -> torch.Tensor:
@@ -70,7 +75,7 @@ class RankGroup:
         padded = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()
         parts = padded.new_zeros((num_ranks * len(x), most))
         if not self._is_alone:
-            self._group._allgather_base(parts, padded).wait()
+            _wait(self._group._allgather_base, parts, padded)
         rows = parts.view(num_ranks, len(x), most).transpose(0, 1).reshape(len(x), -1)
         return rows[:, :width].contiguous()
 
@@ -79,7 +84,7 @@ class RankGroup:
         return min(self._numbers(number))
 
     def from_first(self, data: bytes) -> bytes:
-        """What the first rank gives; that of the others does not count."""
+        """Gives the first rank's data to all; that of the others does not count."""
         size = self._numbers(len(data))[0]
         box = torch.zeros(size, dtype=torch.uint8)
         if self.shard.rank == 0 and data:
@@ -92,7 +97,7 @@ class RankGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         if values.numel():
-            self._group.broadcast([values.view(-1).view(torch.uint8)], options).wait()
+            _wait(self._group.broadcast, [values.view(-1).view(torch.uint8)], options)
         return values
 
     def texts(self, text: str) -> list[str]:
@@ -105,10 +110,17 @@ class RankGroup:
         ]
         rows = torch.zeros((len(sizes), row.shape[1]), dtype=torch.uint8)
         if row.numel():
-            self._group._allgather_base(rows, row).wait()
+            _wait(self._group._allgather_base, rows, row)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def _numbers(self, number: int) -> list[int]:
         found = torch.zeros(self.shard.num_ranks, dtype=torch.int64)
-        self._group._allgather_base(found, torch.tensor([number])).wait()
+        _wait(self._group._allgather_base, found, torch.tensor([number]))
         return [int(each) for each in found]
+
+
+def _wait(collective: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        collective(*arguments).wait()
+    except RuntimeError as error:
+        raise RankLostError(str(error).splitlines()[0]) from error

@@ -173,7 +173,7 @@ class ProcessTree:
                 raise LaunchError("The start was interrupted.")
             if not receiver.poll(POLL_MS):
                 self._raise_if_dead(receiver)
-                if reason := self.watch.overdue():
+                if reason := self._stopped_rank() or self.watch.overdue():
                     raise LaunchError(f"{reason} while starting.")
                 continue
             for message in receiver.drain():
@@ -214,7 +214,7 @@ class ProcessTree:
         if not self._ranks:
             return None
         stop = self.watch.stopped_for(RANK_STOP_S, *self._ranks)
-        return None if stop is None else f"{stop} for {RANK_STOP_S:g} s, and the others need it"
+        return None if stop is None else f"{stop} for {RANK_STOP_S:g} s, and the others wait for it"
 
     def _end_of_a_child(self) -> str | None:
         """Names the child that has ended, and how; None while all live."""

@@ -1,16 +1,18 @@
-"""What every process that holds a model makes of the flags: the models' runners and their worker.
-There is one such process for each rank; the first one's also has the scheduler."""
+"""Makes of the flags what every process that holds a model has: the models' runners and their
+worker. There is one such process for each rank; the first one's also has the scheduler."""
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
-from sglang.srt.distributed.group import RankGroup
+from sglang.srt.distributed.group import RankGroup, RankLostError
 from sglang.srt.environ import Environ
 from sglang.srt.messages.ipc import IpcAddresses
 from sglang.srt.model_config import ModelConfig, load_model_config
@@ -28,6 +30,8 @@ from sglang.srt.tokenizer import Tokenizer
 from sglang.srt.workers.tp_worker import TpModelWorker
 
 logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0  # the launcher looks several times meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,17 @@ def join_ranks(args: ServerArgs, addresses: IpcAddresses, rank: int) -> RankGrou
     if args.tp_size == 1:
         return None
     return RankGroup(Shard(rank, args.tp_size), addresses.meeting_point)
+
+
+@contextmanager
+def ends_after_lost_rank() -> Iterator[None]:
+    """Where another rank is lost in the block, waits until the launcher knows that one's end, which
+    it shall name, not this one's."""
+    try:
+        yield
+    except RankLostError as error:
+        logger.error("Another rank is lost, so this one ends: %s", error)
+        time.sleep(LAST_WORDS_S)
 
 
 def make_model_parts(

@@ -28,7 +28,7 @@ Send = Callable[[bytes], None]
 
 
 def resources_of_ranks(own: ModelResources, ranks: RankGroup, send: Send) -> ModelResources:
-    """What control calls change on the first rank, for all ranks.
+    """Makes what control calls change, on the first rank, for all ranks.
 
     Args:
         own: of the first rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
@@ -12,8 +12,11 @@ from sglang.srt.server_args import ServerArgs
 WITH_RANKS = (None, "NGRAM")  # values of --speculative-algorithm
 
 
-def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
+def check_ranks(args: ServerArgs, model: ModelConfig, devices: Sequence[str]) -> None:
     """Looks whether --tp-size ranks can hold the model, and do what other flags ask for.
+
+    Args:
+        devices: that there may be.
 
     Raises:
         ConfigError: with the numbers, or the name of what is not built yet.
@@ -37,14 +40,7 @@ def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
             f"--tp-size {args.tp_size} with --speculative-algorithm {algorithm} is not built yet;"
             " start without one of them, or use NGRAM."
         )
-
-
-def check_rank_device(args: ServerArgs, device: str) -> None:
-    """
-    Raises:
-        ConfigError: for ranks on a device that they cannot have.
-    """
-    if args.tp_size > 1 and device != "cpu":
+    if "cpu" not in devices:
         raise ConfigError(
             f"--tp-size {args.tp_size} on GPUs is not built yet; start one server per GPU behind a"
             " router, or use --device cpu."

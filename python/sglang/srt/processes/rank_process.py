@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 
 import msgspec
 
@@ -18,15 +17,13 @@ from sglang.srt.processes.child_process import (
     start_beats,
     start_child_process,
 )
-from sglang.srt.processes.model_parts import join_ranks, make_model_parts
+from sglang.srt.processes.model_parts import ends_after_lost_rank, join_ranks, make_model_parts
 from sglang.srt.processes.rank_calls import calls_of
 from sglang.srt.processes.tokenizer_flags import tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.workers.broadcast_worker import follow
 
 logger = logging.getLogger(__name__)
-
-LAST_WORDS_S = 2.0  # by then the launcher knows which process ended first
 
 
 def main() -> int:
@@ -49,12 +46,8 @@ def main() -> int:
         return 1
     start_beats(child, receiver, args.watchdog_timeout)
     launcher.send(ProcessReady(role=role))
-    try:
+    with ends_after_lost_rank():
         follow(parts.worker, receiver.receive, calls_of(parts.runners, ranks))
-    except RuntimeError:
-        # Another rank may be gone, and this is how it shows: the launcher shall name that one.
-        logger.exception("A step failed.")
-        time.sleep(LAST_WORDS_S)
     return 1
 
 

@@ -29,7 +29,7 @@ from sglang.srt.processes.flag_checks import (
     num_threads_of,
 )
 from sglang.srt.processes.hidden_flags import returned_layers
-from sglang.srt.processes.rank_flags import check_rank_device, check_ranks
+from sglang.srt.processes.rank_flags import check_ranks
 from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
@@ -81,11 +81,9 @@ def resolve(
     """
     check_numbers(args)
     device = _device(args, platform)
-    check_ranks(args, model)
-    check_rank_device(args, device)
+    check_ranks(args, model, [device])
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
-    kv_bytes = cpu_kv_budget(args, available_bytes) // args.tp_size
     captures = _captures_graphs(args, device)
     planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
@@ -99,7 +97,7 @@ def resolve(
         max_running_requests=args.max_running_requests,
         context_len=context_len,
         row_width=row_width(context_len, NO_DRAFTS.max_slots, args.page_size),
-        kv_budget_bytes=kv_bytes if device == "cpu" else None,
+        kv_budget_bytes=cpu_kv_budget(args, available_bytes) if device == "cpu" else None,
         ops=DEFAULT_OPERATIONS[device],
         max_graph_width=1 if captures else 0,
         max_graph_rows=MAX_GRAPH_ROWS if captures else 0,

@@ -30,7 +30,12 @@ from sglang.srt.processes.child_process import (
 )
 from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, DTYPE_BYTES, MTP_IS_OFF, POOL_LIMIT
 from sglang.srt.processes.grammar_flags import grammar_setup
-from sglang.srt.processes.model_parts import ModelParts, join_ranks, make_model_parts
+from sglang.srt.processes.model_parts import (
+    ModelParts,
+    ends_after_lost_rank,
+    join_ranks,
+    make_model_parts,
+)
 from sglang.srt.processes.rank_calls import resources_of_ranks
 from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.runtime_config import RuntimeConfig
@@ -64,8 +69,9 @@ def main() -> int:
         return 1
     start_beats(child, inbox, args.watchdog_timeout)
     launcher.send(ProcessReady(role="scheduler", scheduler=info))
-    scheduler.run()
-    return 0
+    with ends_after_lost_rank():
+        scheduler.run()
+    return 1
 
 
 def build(

@@ -27,7 +27,7 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step"):
 
 
 class AllowedFrame(msgspec.Struct, frozen=True, tag="allowed"):
-    """What the constraint of the step before allows."""
+    """Tokens that the constraint of the step before allows."""
 
     allowed: AllowedTokens
 

@@ -129,9 +129,18 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def begin(self, batch: ScheduleBatch) -> StepRecord:
-        """Decides what a step does."""
+        """Decides what a step does. The copies of its record begin here."""
         self._admit(batch)
-        return self._planned(batch)
+        lens = self._drafter.lens()
+        copied = None if lens is None else HostCopy([lens.clone()])
+        self._planner.admit(batch.new_rows)
+        plan = self._planner.plan(batch, self._known_lens(copied))
+        self._drafter.prepare(batch, plan)
+        scores = None
+        if plan.wants_scores:
+            assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
+            scores = HostCopy([self._state.confidence.drafts.clone()])
+        return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores)
 
     @torch.inference_mode()
     def follow(self, batch: ScheduleBatch, plan: StepPlan) -> None:
@@ -143,19 +152,6 @@ class TpModelWorker:
     def _admit(self, batch: ScheduleBatch) -> None:
         self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
-
-    def _planned(self, batch: ScheduleBatch) -> StepRecord:
-        """The record of a step that is about to be launched. Its copies begin here."""
-        lens = self._drafter.lens()
-        copied = None if lens is None else HostCopy([lens.clone()])
-        self._planner.admit(batch.new_rows)
-        plan = self._planner.plan(batch, self._known_lens(copied))
-        self._drafter.prepare(batch, plan)
-        scores = None
-        if plan.wants_scores:
-            assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
-            scores = HostCopy([self._state.confidence.drafts.clone()])
-        return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores)
 
     def _known_lens(self, copied: HostCopy | None) -> list[int] | None:
         """Returns lengths by row, from before this step on a CPU. A GPU still computes the step
