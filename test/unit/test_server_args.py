@@ -227,8 +227,8 @@ def test_a_launcher_may_change_flags_and_read_the_ranks() -> None:
     args = ServerArgs(model_path="m", host="[::1]", tp_size=1, node_rank=0, nnodes=1)
     args.host = args.host.strip("[]")
     assert (args.url(), args.node_rank, args.tp_size) == ("http://[::1]:30000", 0, 1)
-    with pytest.raises(ValueError, match=r"^tp_size=2: .*one server per device"):
-        ServerArgs(model_path="m", tp_size=2)
+    with pytest.raises(ValueError, match=r"^dp_size=2: .*one server per device"):
+        ServerArgs(model_path="m", dp_size=2)
 
 
 def test_help_is_grouped_and_unknown_flags_get_a_suggestion(

@@ -62,7 +62,7 @@ class RankGroup:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`; in place."""
-        if self._is_alone:
+        if self._is_alone or not x.numel():
             return x
         x = x.contiguous()
         _wait(self._group.allreduce, [x])
@@ -70,6 +70,8 @@ class RankGroup:
 
     def join(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """See `Collectives`."""
+        if not len(x):  # no row is read, on any rank
+            return x.new_empty((0, width))
         num_ranks = self.shard.num_ranks
         most = -(-width // num_ranks)
         padded = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()

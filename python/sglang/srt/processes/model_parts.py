@@ -63,8 +63,8 @@ def join_ranks(args: ServerArgs, addresses: IpcAddresses, rank: int) -> RankGrou
 
 @contextmanager
 def ends_after_lost_rank() -> Iterator[None]:
-    """Where another rank is lost in the block, waits until the launcher knows that one's end, which
-    it shall name, not this one's."""
+    """Ends the block if another rank is lost, a little later: the launcher shall see and name that
+    one's end, not this one's."""
     try:
         yield
     except RankLostError as error:
