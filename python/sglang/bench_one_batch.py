@@ -90,9 +90,7 @@ class OneBatch:
         make_budget: BudgetMaker = make_prompt_budget,
     ) -> None:
         if args.tp_size > 1:
-            raise ConfigError(
-                f"--tp-size {args.tp_size}: this benchmark has one rank; leave it out."
-            )
+            raise ConfigError("--tp-size: this benchmark has one rank; leave it out.")
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
-import sglang
 
+import sglang
 from serving_utils import running_server
 
 pytestmark = pytest.mark.long_matrix
@@ -57,7 +56,7 @@ def test_two_ranks_answer_as_one_and_take_control_calls(right: dict[str, list[li
         assert answers(two, KINDS) == right
         state = two.get_server_info()["internal_states"][0]
         assert (state["orphan_token_count"], state["legacy_missing_tokens"]) == (0, 0)
-        whole = two.get_weights_by_name("model.layers.0.self_attn.q_proj.weight", 1 << 20)
+        whole = two.get_weights_by_name("model.layers.0.self_attn.q_proj.weight", 2048)
         assert (len(whole), len(whole[0])) == (512, 256)
         two.pause_generation(mode="retract")
         two.release_memory_occupation()
@@ -100,11 +99,9 @@ def test_a_rank_that_is_gone_or_stopped_ends_the_server(
         family += children.values()
         environ = children["rank 1"].environ()
         assert environ["NCCL_NVLS_ENABLE"] == "0"
-        start = time.monotonic()
         os.kill(children[victim].pid, number)
-        assert server.process.wait(ENDS_S) != 0
-        assert time.monotonic() - start < ENDS_S
-        assert reason in server.log()
+        assert reason in server.process.communicate(timeout=ENDS_S)[1]
+        assert server.process.returncode != 0
 
 
 def ranks_of(pid: int) -> dict[str, psutil.Process]:

@@ -30,7 +30,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_numbers() -> No
         " each rank gets the same number. Ranks may be 1, 2."
     )
     odd = replace(MODEL, intermediate_size=767)
-    with pytest.raises(ConfigError, match="intermediate_size 767; .* Ranks may be 1.$"):
+    with pytest.raises(ConfigError, match=r"intermediate_size 767; .* Ranks may be 1\.$"):
         check_ranks(args(), odd, ["cpu"])
     check_ranks(args(), MODEL, ["cpu", "cuda"])
     check_ranks(args(tp_size=1), odd, ["cuda"])

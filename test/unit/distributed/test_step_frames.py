@@ -67,7 +67,7 @@ def plain(value: Any) -> Any:
     if is_dataclass(value):
         return type(value), {each.name: plain(vars_of(value, each.name)) for each in fields(value)}
     if isinstance(value, list | tuple):
-        return type(value), [plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
