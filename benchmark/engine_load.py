@@ -146,12 +146,12 @@ async def closed_loop(
 
 
 def varied_lengths(num_prompts: int, mean: int) -> list[int]:
-    """Gives the new tokens to ask for behind each prompt: evenly from 3/4 of `mean` to 5/4, in an
-    order that is always the same.
+    """Returns the number of new tokens to ask for after each prompt: spread evenly from 3/4 to 5/4
+    of `mean`, shuffled the same way each time.
 
-    Outputs of one length that begin one after the other also end so: each step feeds one prompt,
-    which is the cheapest mix. A request that once gets two tokens from a step ends beside another
-    one, and so does every request behind it. What that costs says nothing of the two tokens.
+    With one length for all, requests that start one per step also end one per step, so each step
+    feeds one prompt: the cheapest mix. Look-ahead makes some of them end together, which costs time
+    for a reason that has nothing to do with look-ahead. Different lengths avoid that.
     """
     shares = [0.75 + (place + 0.5) / num_prompts / 2 for place in range(num_prompts)]
     random.Random(0).shuffle(shares)

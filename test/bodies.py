@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import sglang
-from body_cases import TextOracle, agree, answers, draw_bodies, with_mtp
+from body_cases import TextOracle, agree, answers, draw_bodies, with_choices, with_mtp
 from sentencepiece_models import LAYOUTS, make_sentencepiece_dir
 from sglang.srt.model_config import resolve_model_path
 
@@ -100,7 +100,9 @@ def compare_drafters(
             for number, (bodies, right) in enumerate(batches):
                 if number and time.monotonic() > end:
                     break
-                check(right, answers(engine, bodies), bodies, f"{name}, seed {first_seed + number}")
+                seed = first_seed + number
+                chosen = with_choices(bodies, seed)
+                check(right, answers(engine, chosen), chosen, f"{name}, seed {seed}")
                 seen[name] += len(bodies)
     return seen
 

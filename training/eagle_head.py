@@ -162,15 +162,15 @@ class DraftHead(nn.Module):
     def unroll(
         self, embedded: Tensor, hidden: Tensor, starts: Tensor, num_steps: int
     ) -> list[Tensor]:
-        """Drafting from many rows of a known text at once ("training-time test", arXiv 2503.01840,
-        section 3.1). The tokens fed are the text's.
+        """Drafts from S rows of a known text at once, feeding the text's tokens ("training-time
+        test", arXiv 2503.01840, section 3.1).
 
-        Step 1 of a drafting is row starts[i] behind rows of the target's hidden states. Step j is
-        the row j - 1 places later. It reads what step j - 1 gave, and sees the rows up to starts[i]
-        and the steps before it, as a request does that has drafted j - 1 tokens.
+        Step 1 of draft i is row starts[i], which reads the target's hidden state. Step j is the row
+        j - 1 places later: it reads the output of step j - 1, and attends to rows up to starts[i]
+        and to the steps between, like a request that has drafted j - 1 tokens.
 
         Args:
-            embedded: [B, R, D]; embeddings of the tokens behind each row.
+            embedded: [B, R, D]; embeddings of the token after each row.
             hidden: [B, R, D]; see `combine`.
             starts: [S] int64, each below R - num_steps + 1.
 

@@ -94,9 +94,10 @@ def run_of(
             name: Way(servings.of(name, text), {**text.params, **way.params, **outputs})
             for name, way in ways.items()
         }
-        if text.is_known:
-            for name, engine in servings.engines.items():
-                engine.generate(input_ids=lap, sampling_params=served[name].params)
+        longest = {"max_new_tokens": arguments.new_tokens * 5 // 4}  # of `varied_lengths`
+        for name, engine in servings.engines.items():
+            if text.is_known or ways[name].replay_errors is not None:
+                engine.generate(input_ids=lap, sampling_params=served[name].params | longest)
         is_equal = arguments.equal_lengths
         loops[text_name] = closed_loops(served, lap, has_equal_lengths=is_equal)
 

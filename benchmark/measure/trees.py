@@ -166,7 +166,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     def add_other(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--other", type=Path, required=True, help="folder of the other tree")
 
-    return parse_experiment(argv, __doc__, "{name}_trees", add_other)
+    arguments = parse_experiment(argv, __doc__, "{name}_trees", add_other)
+    experiment = EXPERIMENTS[arguments.name]
+    if any(experiment.way(name).replay_errors is not None for name in arguments.ways):
+        sys.exit("--ways: replayed drafts are of this tree alone; leave them out.")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -48,6 +48,11 @@ ADJUSTMENTS: tuple[dict[str, Any], ...] = (
     {"regex": "( = [a-z0-9]+\\n)+"},
     {"json_schema": SCHEMA},
 )
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"speculative": {"enabled": False}},
+    {"speculative": {"max_drafts": 1}},
+)
 LENGTHS: tuple[dict[str, Any], ...] = (
     {"ignore_eos": True},
     {"min_new_tokens": 5},
@@ -99,6 +104,15 @@ def with_mtp(bodies: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
                 **draw.choice(MTP),
             },
         }
+        for body in bodies
+    ]
+
+
+def with_choices(bodies: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The same requests, some of which take no drafts, or one in a step."""
+    draw = random.Random(seed)
+    return [
+        {**body, "sampling_params": {**body["sampling_params"], **draw.choice(CHOICES)}}
         for body in bodies
     ]
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3, Oracle
+from draft_heads import EAGLE, EAGLE3, MASK_TOKEN, P_EAGLE, Oracle
 from drafted_serving import Drafted
 from eagle_models import (
     CONTEXT,
@@ -28,6 +28,7 @@ from eagle_models import (
     eagle_config_for,
     write_eagle3_head,
     write_eagle_head,
+    write_p_eagle_head,
     write_target,
 )
 from mtp_oracle import load_reference
@@ -66,15 +67,26 @@ class ComparedDrafter(EagleDrafter):
         self._layers = parts.options.capture.layers
         self._fed = torch.full((len(self._runner.kv_pool.kv[0]),), -1)
         self._num_cached: dict[int, int] = {}
+        self._without_drafts = set[int]()  # rows of requests that take none
         self._scores: dict[int, torch.Tensor] = {}
         self._runner.checks.append(self._note)
+        parts.runners.target.checks.append(self._note_target)
 
     def _note(self, batch: ForwardBatch) -> None:
+        assert self._without_drafts.isdisjoint(batch.rows.tolist()), "They take no drafts."
         self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
+
+    def _note_target(self, batch: ForwardBatch) -> None:
+        """The target comes first, and what the head is fed then is noted over it."""
+        self._fed[batch.slots.cpu()] = LEFT_OUT
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         super().prepare(batch, plan)
-        self._num_cached.update((new.row, new.num_committed) for new in batch.new_rows)
+        for new in batch.new_rows:
+            self._num_cached[new.row] = new.num_committed
+            self._without_drafts.discard(new.row)
+            if new.params.speculative.is_off:
+                self._without_drafts.add(new.row)
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
         drafts = super().draft(steps, hidden)
@@ -85,8 +97,6 @@ class ComparedDrafter(EagleDrafter):
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         self._computed = step
-        if step.plan.rests:
-            self._fed[step.inputs.slots.cpu()] = LEFT_OUT
         return super().extend(step)
 
     @torch.inference_mode()
@@ -142,7 +152,8 @@ class ComparedDrafter(EagleDrafter):
     ) -> None:
         """Compares a chain; the others are of `_true_sequence`."""
         score = 1.0
-        for draft, told in zip(drafts, self._scores[row].tolist(), strict=True):
+        scores = self._scores[row][: len(drafts)].tolist()  # it may take fewer than the step has
+        for draft, told in zip(drafts, scores, strict=True):
             carried, logits = self.oracle.run(tokens, hidden)
             column = self._column_of(draft)
             gap = float(logits[-1].max() - logits[-1, column])
@@ -150,7 +161,15 @@ class ComparedDrafter(EagleDrafter):
             score *= float(logits[-1].softmax(0)[column])
             assert told == pytest.approx(score, rel=5e-3)
             self.seen["ties"] += int(logits[-1].argmax()) != column
-            tokens, hidden = [*tokens, draft], torch.cat((hidden, carried[-1:]))
+            fed, further = self._fed_after(draft, carried[-1:])
+            tokens, hidden = [*tokens, fed], torch.cat((hidden, further))
+
+    def _fed_after(self, draft: int, carried: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The token and the hidden input [1, hidden_size] of the row after a draft."""
+        mask = self.oracle.tensors.get("mask_hidden")
+        if mask is None:
+            return draft, carried
+        return MASK_TOKEN, self.oracle.combine(mask.view(1, -1))
 
     def _column_of(self, token: int) -> int:
         columns = torch.arange(self.oracle.num_tokens, device=self._runner.device)
@@ -177,16 +196,18 @@ class ComparedTrees(ComparedDrafter):
     ) -> None:
         shape, scores = self._rounds.tree, self._scores[row].tolist()
         assert shape is not None
-        assert len(drafts) == shape.num_drafts
+        count = len(drafts)
+        self.seen["short"] += count < shape.num_drafts
+        scores = scores[:count]
         assert scores == sorted(scores, reverse=True)
         paths: list[tuple[int, ...]] = [()]
-        for draft, parent in zip(drafts, self._parents[row], strict=True):
+        for draft, parent in zip(drafts, self._parents[row][:count], strict=True):
             paths.append((*paths[parent], draft))
         assert len(set(paths)) == len(paths)
         found = self._expanded(shape, tokens, hidden)
-        right = sorted(found.values(), reverse=True)[: shape.num_drafts]
+        right = sorted(found.values(), reverse=True)[:count]
         assert scores == pytest.approx(right, rel=5e-3)
-        best = sorted(found, key=lambda path: -found[path])[: shape.num_drafts]
+        best = sorted(found, key=lambda path: -found[path])[:count]
         self.seen["ties"] += set(best) != set(paths[1:])
         for path, told in zip(paths[1:], scores, strict=True):
             if path in found:
@@ -229,7 +250,8 @@ def write_noisy_models(folder: Path) -> dict[str, Path]:
     target = write_target(folder / "target")
     eagle3 = write_eagle3_head(folder / EAGLE3, target, noise=0.2)
     heads = {EAGLE: write_eagle_head(folder / EAGLE, noise=0.2), EAGLE3: eagle3}
-    return {"target": target, **heads}
+    masks = write_p_eagle_head(folder / P_EAGLE, target, noise=0.2)
+    return {"target": target, **heads, P_EAGLE: masks}
 
 
 def compared(

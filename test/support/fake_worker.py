@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 
 VOCAB_SIZE = 61
@@ -64,8 +64,9 @@ class FakeWorker:
 
     Args:
         kind: `plain` feeds one row; `verify` feeds the pending token and k drafts and accepts a
-            random run of them; `mtp` feeds its pending tokens and masks up to 2k-1 rows and
-            accepts 1 to k predictions, from the last prompt chunk on.
+            random run of them, of a request that takes no drafts the token alone; `mtp` feeds its
+            pending tokens and masks up to 2k-1 rows and accepts 1 to k predictions, from the last
+            prompt chunk on.
         k: drafts, or predictions per step.
     """
 
@@ -81,8 +82,10 @@ class FakeWorker:
         self.max_rows_in_batch = 0
 
     def step_width(self, params: SamplingParams) -> StepWidth:
+        if self._kind == "verify" and params.speculative.is_off:
+            return PLAIN_WIDTH
         return {
-            "plain": StepWidth(1, 0, 1),
+            "plain": PLAIN_WIDTH,
             "verify": StepWidth(1 + self._k, 0, 1 + self._k),
             "mtp": StepWidth(2 * self._k - 1, self._k - 1, self._k),
         }[self._kind]
@@ -128,7 +131,8 @@ class FakeWorker:
     ) -> tuple[list[int], int]:
         """Accepted tokens and kept rows of one request."""
         certain = prompt_tokens or row.pending
-        drafts = self._drafts(index, row, certain) if not prompt_tokens else []
+        num_drafts = 0 if prompt_tokens or self._kind != "verify" else q_len - len(certain)
+        drafts = self._drafts(index, row, certain, num_drafts) if num_drafts else []
         fed = certain + drafts
         fed += [MASK] * (q_len - len(fed))
         assert len(fed) == q_len
@@ -149,11 +153,9 @@ class FakeWorker:
         row.pending = new
         return drafts[:num_right] + new, num_kept
 
-    def _drafts(self, index: int, row: _Row, certain: list[int]) -> list[int]:
-        if self._kind != "verify":
-            return []
+    def _drafts(self, index: int, row: _Row, certain: list[int], count: int) -> list[int]:
         prefix = self._prefix(index, row.committed) + certain
-        right = oracle(prefix, self._k)
+        right = oracle(prefix, count)
         return [t if self._random.random() < 0.7 else (t + 1) % VOCAB_SIZE for t in right]
 
     def _prefix(self, index: int, length: int) -> list[int]:

@@ -79,8 +79,9 @@ class Served(Drafted):
             for listener in self.listeners:
                 listener(step)
 
+        self.group = group_for(target, drafter, setup)
         super().__init__(
-            group_for(target, drafter, setup),
+            self.group,
             drafter,
             setup,
             checks_kv=True,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.draft_rows import LeftOutRows
+from sglang.srt.lookahead.draft_rows import DraftRows, LeftOutRows
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRounds
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -82,7 +82,9 @@ def parts_of(num_rows: int) -> DrafterParts:
     config = SimpleNamespace(capabilities=TritonBackend.capabilities())
     target = SimpleNamespace(graph_keys=None, config=config)
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=num_rows))
-    runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
+    runners: Any = SimpleNamespace(
+        target=target, memory=memory, max_prompt_rows=8192, runners=[target]
+    )
     return DrafterParts(None, runners, cast(Any, None))
 
 
@@ -114,8 +116,9 @@ class ServedRounds:
         self._true, self._without_head = rounds(), rounds(can_rest=True)
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
-        left_out = SomeLeftOut() if can_rest else None
-        self.planner = planner_of_rounds(options, parts_of(count), rounds(can_rest), left_out)
+        self.planner = planner_of_rounds(options, parts_of(count), rounds(can_rest))
+        if can_rest:
+            cast(DraftRows, self.planner.rows)._left_out = SomeLeftOut()
         self.planner.admit([new_row(row, load.new_tokens) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count

@@ -66,6 +66,8 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     if params.mtp_enabled:
         require(sum(outcome.step_lens) == len(tokens), f"steps {outcome.step_lens} of {tokens}")
         require(max(outcome.step_lens, default=1) <= params.mtp_k, f"steps {outcome.step_lens}")
+    if params.speculative.is_off:
+        require(not outcome.accept_histogram, f"drafts {outcome.accept_histogram} of none")
     _check_labels(job, outcome)
     expectation = Expectation(request, stop_ids, job.stretches, tokens, outcome.step_lens)
     rows = expectation.rows()
@@ -79,6 +81,7 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     seen["cached tokens"] += outcome.cached_tokens
     if params.mtp_enabled and any(length > 1 for length in outcome.step_lens):
         seen["verified leaps" if params.mtp_verify else "unverified leaps"] += 1
+    seen["without drafts"] += params.speculative.is_off and len(tokens) > 1
     seen["mixed KV"] += any(stretch.num_kept for stretch in job.stretches)
     return seen
 

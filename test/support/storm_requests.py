@@ -14,6 +14,7 @@ from storm_oracle import MASK, VOCAB_SIZE
 
 STOPS = ("ab", "aa", "f f", "é", "\n", "abcdef", "e")
 EXPRESSIONS = ("a+b", "[b-d]{3}", "(ab|ba)c", "é", "e.?f", "\\n\\s*a")
+CHOICES = ({"enabled": False}, {"max_drafts": 0}, {"max_drafts": 1}, {"max_drafts": 2})
 MAX_K = 8
 NUM_FAMILIES = 2
 
@@ -125,6 +126,8 @@ class RequestMaker:
             params["mtp_verify"] = "verified" in kind
             if kind == "adaptive" or ("verified" in kind and chance() < 0.3):
                 params["mtp_strategy"] = ["conf_adapt", choose([0.2, 0.35, 0.6, 0.9])]
+        elif chance() < 0.4:
+            params["speculative"] = choose(CHOICES)
         if chance() < 0.2 and kind not in ("static", "adaptive"):
             params["repetition_penalty"] = choose([1.0, 1.3, 0.7])
             params["frequency_penalty"] = choose([0.0, 0.4, -0.3])

@@ -84,8 +84,8 @@ HIDDEN_INPUTS = ("hidden_ptr", "hidden_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
 UNPACKED = {"tree_starts_ptr": None, "q_starts_ptr": None}
-# As launched without trees of drafts, with them, with those of earlier steps in a packed one, and
-# with KV that is not there; all but the first with a guarded page table.
+# As launched without trees of drafts, with them, with those of earlier steps in a packed one and KV
+# that is not there, and with the latter alone; all but the first with a guarded page table.
 MASKS: dict[str, dict[str, Any]] = {
     "plain": {
         "HAS_TREE": False,
@@ -95,7 +95,7 @@ MASKS: dict[str, dict[str, Any]] = {
         **UNPACKED,
     },
     "trees": {"HAS_TREE": True, **UNPACKED, "kv_starts_ptr": None},
-    "packed, earlier trees": {"HAS_TREE": True, "kv_starts_ptr": None},
+    "packed, earlier trees, holes": {"HAS_TREE": True},
     "holes": {"HAS_TREE": False, "ancestors_ptr": None, "tree_starts_ptr": None},
 }
 
@@ -209,7 +209,7 @@ KERNELS = {
     **tree_kernels(
         "prompts",
         attention._extend_kernel,
-        ("packed, earlier trees", "plain"),
+        ("packed, earlier trees, holes", "plain"),
         num_warps=4,
         **attention_constants(64, 64, False),
     ),
@@ -224,7 +224,7 @@ KERNELS = {
     **tree_kernels(
         "decodes",
         attention._extend_kernel,
-        ("plain", "packed, earlier trees"),
+        ("plain", "packed, earlier trees, holes"),
         num_warps=2,
         splits_ptr=None,
         **attention_constants(16, 64, False),
@@ -232,7 +232,7 @@ KERNELS = {
     **tree_kernels(
         "splits",
         attention._split_kernel,
-        ("packed, earlier trees", "plain"),
+        ("packed, earlier trees, holes", "plain"),
         **attention_constants(16, 32, False),
     ),
     **tree_kernels(

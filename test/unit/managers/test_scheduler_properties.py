@@ -17,6 +17,7 @@ from sglang.srt.messages.control import (
     FlushCacheReqOutput,
     PauseGenerationReq,
 )
+from sglang.srt.sampling.sampling_params import Speculative
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import RandomBudget, SchedulerHarness, Setup
 
@@ -99,6 +100,7 @@ class Storm:
             priority=self.random.choice([0, 0, 0, 2, 9]),
             max_new_tokens=max_new_tokens,
             temperature=0.0,
+            speculative=Speculative(enabled=self.random.random() < 0.7),
         )
         self.submitted[req_id] = Submitted(prompt, max_new_tokens)
 

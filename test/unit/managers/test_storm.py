@@ -35,6 +35,7 @@ def test_nothing_is_lost_doubled_or_changed_whatever_happens(
         "verified leaps": 1,
         "unverified leaps": 1,
         "mixed KV": 1,
+        "without drafts": 1,
         "updates": 5,
         "refused calls": 5,
         "PauseGenerationReq": 10,

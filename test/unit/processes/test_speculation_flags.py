@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -112,14 +113,16 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
     assert tuple(model.draft_steps) == passes
 
 
-@pytest.mark.parametrize("load_aware", ["on", "off"])
-def test_a_head_may_rest_where_the_load_decides(
-    target: Path, tmp_path: Path, load_aware: str
+def test_a_head_may_be_left_out_where_attention_reads_where_its_kv_starts(
+    target: Path, tmp_path: Path
 ) -> None:
     flags = {"algorithm": "EAGLE", "draft_model_path": str(write_eagle(tmp_path))}
-    config = resolved(target, load_aware=load_aware, **flags)
+    config = resolved(target, load_aware="off", **flags)
     [head] = drafter_models(config.drafter, config.execution)
-    assert head.may_rest == (load_aware == "on")
+    assert head.may_rest
+    execution = replace(config.execution, attention_backend="flashinfer")
+    [head] = drafter_models(config.drafter, execution)
+    assert not head.may_rest
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compared_drafter import NUM_STEPS, compared, compared_drafters, write_noisy_models
-from draft_heads import EAGLE, EAGLE3, FILE
+from draft_heads import EAGLE, EAGLE3, FILE, P_EAGLE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
+from request_choices import OFF, choose_in_turn
+from sglang.srt.sampling.sampling_params import Speculative
 from sglang.srt.step.draft_shapes import TreeShape
 from utils import Setup
 
@@ -53,6 +55,8 @@ def serve_twice(harness: Drafted) -> None:
         (EAGLE3, 1, 6, 0, True, JUMPING),
         (EAGLE3, 1, 6, 0, True, RESTING),
         (EAGLE, 16, 2048, 3, True, RESTING),
+        (P_EAGLE, 1, 6, 0, True, "fixed"),
+        (P_EAGLE, 16, 2048, 3, True, RESTING),
     ],
 )
 def test_drafts_are_what_the_head_says_of_the_true_sequence(
@@ -81,7 +85,7 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
     assert seen["compared"] > (100 if policy == "fixed" else 50), seen
     assert seen["confirmed"] > 20, seen
     assert seen["rejected"] > 20, seen
-    assert (seen["plain"] > 30) == (policy != "fixed"), seen
+    assert (seen["plain"] > 15) == (policy != "fixed"), seen
     for what, least in (("behind tokens left out", 30), ("behind cached ones left out", 4)):
         assert (seen[what] > least) == (policy == RESTING), seen
     assert seen["ties"] <= seen["compared"] // 50, seen
@@ -149,8 +153,35 @@ def test_trees_are_what_beams_over_the_true_sequence_find(
     harness = compared(paths, kind, setup, tree=shape)
     serve_twice(harness)
     seen = harness.drafter.seen
+    assert seen["short"] == 0, seen
     assert seen["compared"] > 80, seen
     assert seen["branches"] > 50, seen
     assert seen["deep"] > 0, seen
     assert min(seen[name] for name in ("confirmed", "rejected")) > 20, seen
+    assert seen["ties"] <= seen["compared"] // 50, seen
+
+
+@pytest.mark.parametrize(("kind", "page_size"), [(EAGLE3, 1), ("trees", 16)])
+def test_so_they_are_beside_and_behind_requests_that_take_no_drafts(
+    paths: dict[str, Path], kind: str, page_size: int
+) -> None:
+    """The head is fed none of their rows. It has no KV of theirs, so who shares a prefix of theirs
+    is drafted for by what comes after it."""
+    tree = TreeShape(topk=2, depth=3, num_drafts=6) if kind == "trees" else None
+    setup = Setup(
+        num_pages=1024 // page_size,
+        page_size=page_size,
+        chunked_prefill_size=40,
+        use_radix_cache=True,
+        context_len=CONTEXT,
+        max_decode_rows=16,
+    )
+    harness = compared(paths, EAGLE3 if tree else kind, setup, tree=tree)
+    choose_in_turn(harness, (OFF, Speculative(), Speculative(max_drafts=2), Speculative()))
+    serve_twice(harness)
+    seen = harness.drafter.seen
+    assert seen["compared"] > 60, seen
+    assert seen["confirmed"] > 10, seen
+    assert seen["behind cached ones left out"] > 4, seen
+    assert (seen["short"] > 10) == (tree is not None), seen
     assert seen["ties"] <= seen["compared"] // 50, seen

@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import CONTEXT, STANDALONE, eagle_config_for, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from mtp_oracle import load_reference
 from recorded_graphs import recorded_graphs, replayable_backends
+from request_choices import OFF, choose_in_turn
 from round_serving import (
     NUM_STEPS,
     Served,
@@ -32,11 +33,13 @@ from round_serving import (
     zero,
 )
 from sglang.srt.control.memory_control import GRAPH_TAG
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.cut import LatencyTable
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import HiddenFileOptions, LogprobOptions
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
+from sglang.srt.sampling.sampling_params import Speculative
 from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.workers.round_graphs import RoundGraphs
@@ -90,6 +93,37 @@ def test_tokens(
     assert sizes - {1, 2, 4, 8}, "Some have padding."
     drafts = {count for _, count in served.rounds}
     assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
+
+
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE, P_EAGLE])
+def test_requests_that_take_no_drafts(
+    paths: dict[str, Path], right: list[list[int]], kind: str
+) -> None:
+    """Beside them, the others are proposed for by graphs of as many requests as these are."""
+    served = serving(paths, kind)
+    choose_in_turn(served.harness, (OFF, Speculative()))
+    serve(served.harness, right)
+    assert len(served.proposals) > 10
+    num_proposals, num_eager = len(served.proposals), served.num_eager_proposals
+    target, model = served.group.runners
+    rounds, steps = len(served.rounds), list[tuple[int, bool]]()
+
+    def forward(batch: ForwardBatch) -> ForwardResult:
+        result = run(batch)
+        if max(batch.q_lens) == 1:
+            steps.append((len(batch.q_lens), result.used_graph))
+        return result
+
+    run = target.forward
+    with (
+        mock.patch.object(target, "forward", forward),
+        mock.patch.object(model, "forward", side_effect=AssertionError("It has nothing to do.")),
+    ):
+        submit_all(served, speculative=OFF)
+    assert (len(served.rounds), len(served.proposals)) == (rounds, num_proposals)
+    assert served.num_eager_proposals == num_eager
+    assert len(steps) > 5
+    assert all(used_graph for _, used_graph in steps)
 
 
 @pytest.mark.long_matrix
@@ -182,6 +216,7 @@ def test_one_that_asks_for_more_takes_the_others_with_it_only_while_it_runs(
     assert [harness.outputs[each].token_ids for each in others] == right
 
 
+@pytest.mark.long_matrix
 def test_graphs_are_captured_anew_with_memory(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
@@ -322,7 +357,7 @@ def test_steps_whose_drafts_all_pay_replay_the_graphs_of_a_fixed_number(
     assert len(found[0][0]) > 10
     tile_spec = served.harness.planner.rows.tile_spec
     assert tile_spec is not None
-    assert tile_spec._scores is not None, "or nothing was looked at"
+    assert tile_spec.gain_period > 0, "or nothing was looked at"
 
 
 def test_who_is_told_of_each_step_gets_no_graphs(paths: dict[str, Path]) -> None:
@@ -368,6 +403,7 @@ def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
     assert len(served.rounds) > 10
 
 
+@pytest.mark.long_matrix
 def test_batches_are_padded_to_a_size_that_takes_less_time(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:

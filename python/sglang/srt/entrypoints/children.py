@@ -84,8 +84,8 @@ class Child:
 def started_children(
     gpu_id: int, modules: Mapping[str, str] = CHILD_MODULES
 ) -> Iterator[dict[str, Child]]:
-    """Starts the children of a server; those that still run after the block are killed. None are
-    started where that is an error, which whoever starts them next is told."""
+    """Starts the children of a server, and kills those that still run after the block. Yields no
+    children if one cannot be started: the caller then starts them itself and gets the error."""
     children: dict[str, Child] = {}
     try:
         try:

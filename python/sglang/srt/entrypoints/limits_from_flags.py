@@ -15,6 +15,7 @@ from sglang.srt.frontend.sampling_validation import (
     check_stop_sizes,
     take_custom_params,
 )
+from sglang.srt.frontend.speculative_field import read_speculative
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
@@ -60,6 +61,7 @@ def limits_from_flags(
         max_custom_labels=server_args.max_custom_labels,
         mtp_max_k=info.mtp_max_k,
         mtp_refusal=info.mtp_refusal or NO_MASK_TOKEN,
+        drafters=tuple(info.drafters),
         max_top_logprobs=server_args.max_top_logprobs,
         max_token_ids_logprob=server_args.max_token_ids_logprob,
         max_cache_key_chars=server_args.max_cache_key_chars,
@@ -73,7 +75,6 @@ def limits_from_flags(
         preferred = _preferred_sampling_params(server_args)
         strict = dataclasses.replace(limits, unknown_fields=REFUSED)
         params = check_sampling_params(preferred, strict, PREFERRED_FLAG)
-        preferred, _ = take_custom_params(preferred, f"{PREFERRED_FLAG}.", REFUSED)
         check_stop_sizes([params], PREFERRED_FLAG)
         check_expression_list(params.stop_regexes)
     except RequestError as error:
@@ -84,8 +85,15 @@ def limits_from_flags(
     if model is not None and server_args.sampling_defaults == "model":
         defaults = sampling_defaults_of(model, limits)
     return dataclasses.replace(
-        limits, preferred_sampling_params=preferred, openai_sampling_defaults=defaults
+        limits, preferred_sampling_params=_merged(preferred), openai_sampling_defaults=defaults
     )
+
+
+def _merged(preferred: dict[str, Any]) -> dict[str, Any]:
+    """Returns checked parameters as those of requests are merged over them."""
+    found, _ = take_custom_params(preferred, f"{PREFERRED_FLAG}.", REFUSED)
+    read_speculative(found, f"{PREFERRED_FLAG}.", REFUSED)
+    return found
 
 
 def _preferred_sampling_params(server_args: ServerArgs) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang.srt.frontend.request_limits import (
     check_text_allowed,
     check_token_ids,
 )
+from sglang.srt.frontend.speculative_field import SPECULATIVE, check_speculative, read_speculative
 from sglang.srt.frontend.unknown_fields import UnknownFields
 from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, Grammar
 from sglang.srt.sampling.sampling_params import (
@@ -39,8 +41,10 @@ SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 CUSTOM_PARAMS = "custom_params"
 RETURN_KEPT = "return_top_p_token_ids"  # trainers send it in `custom_params`
 CUSTOM_FIELDS = frozenset(
-    name for name in SAMPLING_FIELDS if name.startswith((MTP_PREFIX, RETURN_KEPT))
+    name for name in SAMPLING_FIELDS if name.startswith((MTP_PREFIX, RETURN_KEPT, SPECULATIVE))
 )
+
+READ_IN_CUSTOM = f"{MTP_PREFIX}*, {SPECULATIVE}, {RETURN_KEPT}"
 
 
 def check_sampling_params(
@@ -64,6 +68,7 @@ def check_sampling_params(
     value, custom = take_custom_params(value, f"{name}.", unknown)
     check_known_fields(value, SAMPLING_FIELDS, unsupported, f"{name}.", unknown)
     try:
+        read_speculative(value, f"{name}.", unknown)
         return _checked(value, limits, name, defaults)
     except RequestError as error:
         raise _as_written(error, f"{name}.", custom) from None
@@ -95,8 +100,8 @@ def _checked(
 def take_custom_params(
     value: dict[str, Any], prefix: str, unknown: UnknownFields
 ) -> tuple[dict[str, Any], set[str]]:
-    """Adds the parameters of multi-token prediction in `custom_params` to the sampling parameters:
-    routers pass that object on, but drop sampling parameters that they do not know.
+    """Adds the parameters of look-ahead in `custom_params` to the sampling parameters: routers
+    pass that object on, but drop sampling parameters that they do not know.
 
     Args:
         prefix: beginning of the client's names of the fields.
@@ -118,7 +123,7 @@ def take_custom_params(
         field = f"{prefix}{CUSTOM_PARAMS}.{shorten(name)}"
         if name not in CUSTOM_FIELDS:
             if not is_neutral(item, ()):
-                unknown.meet(field, f"is none of those that are read there: mtp_*, {RETURN_KEPT}")
+                unknown.meet(field, f"is none of those that are read there: {READ_IN_CUSTOM}")
         elif item is not None:
             if others.get(name) not in (None, item):
                 raise field_error(field, f"is another value than {prefix}{name}; give one of them")
@@ -129,7 +134,7 @@ def take_custom_params(
 def _as_written(error: RequestError, prefix: str, custom: set[str]) -> RequestError:
     """Returns the error with the name of a field that the client has put into `custom_params`."""
     field = error.field or ""
-    if field.removeprefix(prefix).partition("[")[0] not in custom:
+    if re.split(r"[\[.]", field.removeprefix(prefix), maxsplit=1)[0] not in custom:
         return error
     written = field.replace(prefix, f"{prefix}{CUSTOM_PARAMS}.", 1)
     return error.in_terms(written, error.message.replace(field, written, 1))
@@ -166,6 +171,7 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f"{name}.stop_regex",
                 f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
             )
+    check_speculative(params.speculative, limits, f"{name}.")
     _check_grammar(params.grammar, limits, name)
     _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
 
@@ -211,8 +217,8 @@ def _check_grammar(grammar: Grammar | None, limits: RequestLimits, name: str) ->
 
 def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str, Any]:
     """Merges a request's parameters over the server's. A request that switches multi-token
-    prediction off gets none of the server's settings of it; one that brings a strategy keeps its
-    own threshold."""
+    prediction or all drafts off gets none of the server's settings of it; one that brings a
+    strategy keeps its own threshold."""
     if not preferred:
         return value
     given = {name for name, item in value.items() if item is not None}
@@ -221,7 +227,9 @@ def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str
         defaults = {k: v for k, v in defaults.items() if k not in STRATEGY_FIELDS}
     if given & set(GRAMMAR_FIELDS):
         defaults = {k: v for k, v in defaults.items() if k not in ENDED_BY_GRAMMAR}
-    if value.get("mtp_enabled") is False:
+    choice = value.get(SPECULATIVE)
+    wants_none = value.get("mtp_enabled") is None and choice is not None and choice.is_off
+    if value.get("mtp_enabled") is False or wants_none:
         defaults = {k: v for k, v in defaults.items() if not k.startswith(MTP_PREFIX)}
     return {**defaults, **{name: value[name] for name in value if name in given}}
 

@@ -20,15 +20,17 @@ _NUM_BEFORE = 3  # characters before an object, its blanks as one, that _ALONE l
 
 
 class Begins(Enum):
-    """The ways in which calls begin."""
+    """Tells what a call begins with: a marker or, without one, its object, on a line of its own or
+    after a sentence on the same line."""
 
-    MARKER = "behind a marker"
+    MARKER = "after a marker"
     LINE = "an object alone, at the beginning of a line"
-    SENTENCE = "an object alone, behind a sentence of its line"
+    SENTENCE = "an object alone, after a sentence on its line"
 
 
 class Place(NamedTuple):
-    """The characters of a marker, or none before an object alone."""
+    """Names a place where a call begins, and the characters of its marker, which are none before
+    an object alone."""
 
     how: Begins
     start: int

@@ -17,8 +17,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit
 def begin(PDL: tl.constexpr, early, beside=0):
-    """The first line of every kernel: waits until the kernel before it has ended, so that all that
-    it wrote can be read. Kernels A, B and C, launched in this order, over time (a dot: it waits):
+    """Begins a kernel, as its first line: waits until the kernel before it has ended, whose writes
+    can then be read. Kernels A, B and C, launched in this order, over time (a dot is waiting):
 
         A is early     A |--------|          A is early,     A |--------|
                        B |........|----|     B is beside     B |----....|

@@ -103,7 +103,8 @@ def with_draftless_steps(runs: list[Estimate]) -> list[Estimate]:
     found = [runs[0]]
     for before, run in itertools.pairwise(runs):
         last_share = (run.mean - before.mean) / (run.mean - 1.0)
-        found.append(Estimate(*(_with_gaps(length - 1.0, last_share) for length in run)))
+        drafts = [length - 1.0 for length in run]
+        found.append(Estimate(*(1.0 + _share(count, last_share) * count for count in drafts)))
     return found
 
 
@@ -114,11 +115,6 @@ def share_with_drafts(before: Estimate, run: Estimate) -> float:
     if num_drafts <= 0.0:
         return 0.5
     return _share(num_drafts, (run.mean - before.mean) / num_drafts)
-
-
-def _with_gaps(num_drafts: float, last_share: float) -> float:
-    """Tokens per step; arguments as for `_share`."""
-    return 1.0 + _share(num_drafts, last_share) * num_drafts
 
 
 def _share(num_drafts: float, last_share: float) -> float:

@@ -79,7 +79,8 @@ class StepPlan:
         tier: chosen by a length policy; results carry it.
         num_drafts: R counts of drafts that requests have, fed or not, where the host knows them.
         next_drafts: R counts of drafts that `propose` gives, likewise; empty: not known.
-        rests: the drafter's models are left out of the step, which no drafts follow.
+        left_out: places among the R requests of those that the drafter is not fed, ascending: for
+            its models they are not there, and no drafts follow.
         fed_again: rows of the page table whose last tokens were left out so, and which the models
             are fed again from this step on.
         budget: granted by a length policy; None: it was not asked.
@@ -98,7 +99,7 @@ class StepPlan:
     tier: int = 0
     num_drafts: Sequence[int] = ()
     next_drafts: Sequence[int] = ()
-    rests: bool = False
+    left_out: Sequence[int] = ()
     fed_again: Sequence[int] = ()
     budget: Budget | None = None
     num_drafted_for: int | None = None
@@ -107,6 +108,11 @@ class StepPlan:
     def is_plain(self) -> bool:
         """Tells whether no request looks ahead."""
         return self.counts.is_plain
+
+    @property
+    def rests(self) -> bool:
+        """Tells whether the drafter's models are left out of the whole step."""
+        return len(self.left_out) == len(self.counts.q_lens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

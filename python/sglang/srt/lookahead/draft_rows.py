@@ -8,11 +8,10 @@ is their tier. `TileSpec` may then cut the step to the drafts that pay.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, repeat
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
@@ -23,14 +22,14 @@ from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_ops import StepCounts
-from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 ALIKE = Kind()
 
 
 class LeftOutRows:
-    """Keeps whose tokens the drafter's model was not fed."""
+    """Keeps whose tokens the drafter's model was not fed, though drafts may follow them."""
 
     def __init__(self) -> None:
         self._behind = set[int]()  # rows of requests whose last tokens were left out
@@ -66,7 +65,7 @@ class DraftRows(PlannedRows[StepPlan]):
     Args:
         tier: of steps before the policy has chosen (`LengthPolicy.settled`).
         reads_matches: see `LengthPolicy`.
-        left_out: the tokens that the drafter's model was not fed; None: it is fed all.
+        left_out: the tokens that the drafter's model was not fed; None: it must be fed all.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class DraftRows(PlannedRows[StepPlan]):
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
+        self._most_drafts = [0] * num_rows  # that each request takes
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
@@ -89,20 +89,28 @@ class DraftRows(PlannedRows[StepPlan]):
         self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
 
     def step_width(self, params: SamplingParams) -> StepWidth:
-        """See `Planner`; the same whatever the parameters are."""
-        return self._step_width
+        """See `Planner`. Who takes fewer drafts than others has room for as many draft steps."""
+        return PLAIN_WIDTH if params.speculative.is_off else self._step_width
 
     def admit(self, new_rows: list[NewRow]) -> None:
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
+            self._most_drafts[new.row] = self._most_of(new.params)
             if self._left_out is not None:
                 self._left_out.admit(new.row)
+
+    def _most_of(self, params: SamplingParams) -> int:
+        """Drafts per step that a request takes at most."""
+        choice, most = params.speculative, self._options.max_drafts
+        if choice.is_off:
+            return 0
+        return most if choice.max_drafts is None else min(most, choice.max_drafts)
 
     def begin(
         self, batch: ScheduleBatch, lens: Sequence[int] | None
     ) -> tuple[StepPlan, UpcomingStep | None]:
         """See `PlannedRows`; lens are of the matches that drafts follow. The policy hears of steps
-        that emit, whatever tiers there are."""
+        that emit for a request which takes drafts, whatever tiers there are."""
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
@@ -111,36 +119,36 @@ class DraftRows(PlannedRows[StepPlan]):
         if self.tile_spec is not None:
             is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
             plan = self.tile_spec.cut(batch, plan, is_probe)
-        if True not in batch.emits:
+        drafting = self._drafting(compress(batch.rows, batch.emits))
+        if not drafting:
             return plan, None
-        return plan, UpcomingStep.of(batch, self._emitting(batch, lens), is_fed=self._is_fed(batch))
+        is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
+        return plan, UpcomingStep.of(batch, self._emitting(batch, lens), is_fed=is_fed)
+
+    def _drafting(self, rows: Iterable[int]) -> list[int]:
+        """Returns those of requests that take drafts."""
+        return [row for row in rows if self._most_drafts[row]]
 
     def _emitting(
         self, batch: ScheduleBatch, match_lens: Sequence[int] | None
     ) -> Counter[EmittingRequest]:
         """Requests that emit, by kind: their next step is taken to have the same ones. Of the match
-        after a prompt nothing is known yet."""
+        after a prompt nothing is known yet. Those that take no drafts have no kind."""
         k, known = 1 + self._options.num_steps, match_lens or self._match_lens
+        rows = list(compress(batch.rows, batch.emits))
+        is_new = [num_prompt > 0 for num_prompt in compress(batch.num_prompt_tokens, batch.emits)]
+        takes_drafts = map(bool, map(self._most_drafts.__getitem__, rows))
+        matches: Iterable[int] = repeat(0, len(rows))
         if self._reads_matches:
-            lens = zip(batch.rows, batch.num_prompt_tokens, batch.emits, strict=True)
-            found = Counter(
-                (class_of(0 if num_prompt else known[row]), num_prompt > 0)
-                for row, num_prompt, emits in lens
-                if emits
-            )
-        else:
-            num_new = sum(map(operator.and_, map(bool, batch.num_prompt_tokens), batch.emits))
-            found = Counter({(0, False): batch.emits.count(True) - num_new, (0, True): num_new})
-        return Counter({
-            EmittingRequest(Kind(match=match), k, pending=0 if is_new else 1): count
-            for (match, is_new), count in found.items()
-            if count
-        })  # fmt: skip
-
-    def _is_fed(self, batch: ScheduleBatch) -> bool:
-        if self._left_out is None:
-            return True
-        return not self._left_out.lacks_tokens(list(compress(batch.rows, batch.emits)))
+            lens = zip(rows, is_new, strict=True)
+            matches = [class_of(0 if new else known[row]) for row, new in lens]
+        emitting = Counter[EmittingRequest]()
+        found = Counter(zip(takes_drafts, is_new, matches, strict=True))
+        for (takes, new, match), count in found.items():
+            pending = 0 if new else 1
+            kind, wished = (Kind(match=match), k) if takes else (None, 1)
+            emitting[EmittingRequest(kind, wished, takes, pending)] += count
+        return emitting
 
     def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
         """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
@@ -153,27 +161,36 @@ class DraftRows(PlannedRows[StepPlan]):
         next_drafts = self._next_drafts(batch, plan.max_accepted, next_tier)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
-        is_idle = max(plan.num_drafts) == max(next_drafts) == 0
         # A step of chunks alone has no decodes, which are what the head delays.
-        left_out = self._left_out
-        rests = left_out is not None and is_idle and budget is not None and budget.rests
+        is_idle, left_out = max(plan.num_drafts) == max(next_drafts) == 0, self._left_out
+        rests = is_idle and budget is not None and budget.rests
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
         return replace(
             plan,
             tier=tier,
             num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
-            rests=rests,
-            fed_again=() if left_out is None else left_out.plan(batch.rows, rests),
+            left_out=self._places_left_out(batch, rests),
+            fed_again=() if left_out is None else left_out.plan(self._drafting(batch.rows), rests),
             wants_paths=plan.wants_paths or of_trees,
         )
+
+    def _places_left_out(self, batch: ScheduleBatch, rests: bool) -> Sequence[int]:
+        """`StepPlan.left_out`: those that take no drafts, or all requests of a step that rests."""
+        if self._left_out is None:
+            return ()
+        if rests:
+            return list(range(len(batch.rows)))
+        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
+        return [place for place, most in enumerate(mosts) if most == 0] if 0 in mosts else ()
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
         if tier == 0:
             return [0] * len(batch.rows)
         num_slots = self._options.num_draft_slots(tier)
-        return drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
+        counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
+        return list(map(min, counts, map(self._most_drafts.__getitem__, batch.rows)))
 
     def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
         """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""

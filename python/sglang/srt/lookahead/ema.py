@@ -81,10 +81,10 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
     """
     candidates = slot.candidate_steps
     if steps == 0:
-        return _fewest_drafting(slot)
+        return next((steps for steps in candidates if steps > 0), 0)
     start = candidates.index(steps)
     index = start
-    while index > 0 and ema <= _drop_threshold(candidates[index - 1]) + slot.down_hysteresis:
+    while index > 0 and ema <= max(candidates[index - 1] - 0.5, 0.5) + slot.down_hysteresis:
         index -= 1
     if index == start:
         last = len(candidates) - 1
@@ -92,11 +92,6 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
             index += 1
     target = candidates[index]
     return target if target > steps else _capped(slot, target, ema)
-
-
-def _drop_threshold(lower: int) -> float:
-    """Correct drafts up to which `lower` steps, the next fewer ones, do."""
-    return lower - 0.5 if lower > 0 else 0.5
 
 
 def _capped(slot: AdaptiveSlot, target: int, ema: float) -> int:
@@ -110,11 +105,6 @@ def _capped(slot: AdaptiveSlot, target: int, ema: float) -> int:
     ceiling = max(1, math.ceil(ema * slot.ceiling_coeff))
     allowed = [steps for steps in slot.candidate_steps if steps <= min(ceiling, target)]
     return allowed[-1] if allowed else slot.candidate_steps[0]
-
-
-def _fewest_drafting(slot: AdaptiveSlot) -> int:
-    """The least steps above 0; 0 where there are no others."""
-    return next((steps for steps in slot.candidate_steps if steps > 0), 0)
 
 
 class AdaptiveSpeculativeParams:
@@ -160,20 +150,19 @@ class AdaptiveSpeculativeParams:
         *,
         steps: int | None = None,
     ) -> bool:
-        """Hears a round. Not counted are a round without requests and one whose steps are not those
-        of its slot now, since it was launched before they changed.
+        """Counts a round that has been verified. Ignores a round without requests, and one that was
+        launched before its slot changed its steps.
 
         Args:
-            num_correct_drafts_per_req: of each request, the model's own token not counted. A round
-                without drafts is to be told too, as zeros: a slot at 0 steps counts rounds to its
-                next probe.
-            batch_size: that `get_steps_for_batch` was asked with. May be larger than the list, as
-                graphs have fixed sizes.
-            steps: those of the round; None if they are the slot's own, as where every round is told
-                before the next one begins.
+            num_correct_drafts_per_req: correct drafts of each request, without the model's own
+                token. Pass zeros for a round without drafts: a slot at 0 steps counts rounds until
+                it drafts again.
+            batch_size: the size that `get_steps_for_batch` was given. It may exceed the number of
+                requests, since graphs pad batches.
+            steps: the steps that the round was drafted with; None: those of its slot now.
 
         Returns:
-            Whether the slot has other steps now.
+            True if the slot has changed its steps.
         """
         index = self.config.slot_index(batch_size)
         before = self._states[index]

@@ -54,6 +54,7 @@ class AdaptiveController:
             return
         correct = [0] * num_reqs
         if steps > 0:
+            # Who takes fewer drafts says nothing of so many, and who takes none of any.
             counts = zip(outcome.num_tried, outcome.num_accepted, strict=True)
-            correct = [accepted - 1 for tried, accepted in counts if tried > 1]
+            correct = [accepted - 1 for tried, accepted in counts if tried > steps]
         self.on_verify_complete(correct, num_reqs, steps)

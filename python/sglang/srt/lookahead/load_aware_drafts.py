@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.prompt_mix import PromptMix
@@ -76,7 +74,8 @@ class LoadAwareDrafts:
         if 2 * upcoming.num_new >= upcoming.num_reqs:
             self._stretches.renew()
             self._rest.renew()
-        lengths = self._stretches.lengths(self._tiers[-1])
+        beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
+        lengths = [beside + length for length in self._stretches.lengths(self._tiers[-1])]
         costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         feed_ms = 0.0
@@ -128,10 +127,9 @@ class LoadAwareDrafts:
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
-        drafts = np.maximum(np.array(outcome.num_tried) - 1, 0)
-        right = np.where(drafts > 0, np.array(outcome.num_accepted) - 1, 0)
-        fed = np.array(outcome.num_fed) if outcome.num_fed else drafts
-        self._stretches.observe(outcome.rows, drafts, right, fed)
+        drafts = [tried - 1 for tried in outcome.num_tried]
+        right = [accepted - 1 for accepted in outcome.num_accepted]
+        self._stretches.observe(outcome.rows, drafts, right, outcome.num_fed or drafts)
 
 
 class RestRule:
@@ -182,7 +180,8 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
     that by the share `least_gain`.
 
     Args:
-        lengths: tokens that a request is expected to be given with 0, 1, ... drafts.
+        lengths: tokens that a request is expected to be given with 0, 1, ... drafts, and its share
+            of those of others that take none.
         costs: milliseconds of a round of each tier, tier 0 among them.
     """
     best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))

@@ -113,7 +113,7 @@ class LoadAwareMasks:
         extra_ms = 0.0
         if limit > 1 or not upcoming.is_plain:
             chosen, plain = self._current_shape(upcoming, limit), upcoming.plain_shape()
-            extra_ms = self._price(chosen) - self._price(plain)
+            extra_ms = self._prices.price_ms(chosen) - self._prices.price_ms(plain)
         stakes = Stakes(extra_ms, options.plain_token_ms, not self._is_trial)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._of(kind).forget(limit)
@@ -161,9 +161,6 @@ class LoadAwareMasks:
         if kind not in self._survival:
             self._survival[kind] = Survival(self._max_k)
         return self._survival[kind]
-
-    def _price(self, shape: StepShape) -> float:
-        return self._prices.price_ms(shape)
 
     def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
         return upcoming.current_shape(limit, self._share_with_drafts)
@@ -216,10 +213,14 @@ class LoadAwareMasks:
         limits = range(1, upcoming.longest + 1)
         tokens = self._tokens(upcoming)
         share = self._share_with_drafts
-        free = [self._price(upcoming.steady_shape(limit, False, share)) for limit in limits]
+        free = [
+            self._prices.price_ms(upcoming.steady_shape(limit, False, share)) for limit in limits
+        ]
         costs = free
         if upcoming.prompt_rows:
-            costs = [self._price(upcoming.steady_shape(limit, True, share)) for limit in limits]
+            costs = [
+                self._prices.price_ms(upcoming.steady_shape(limit, True, share)) for limit in limits
+            ]
 
         def beside_plain(token_ms: float) -> list[Estimate]:
             return [
@@ -297,11 +298,13 @@ class LoadAwareMasks:
         """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
         pending in the next one."""
         shapes = [self._current_shape(upcoming, length) for length in (limit, 1)]
-        now = self._price(shapes[0]) - self._price(shapes[1])
+        now = self._prices.price_ms(shapes[0]) - self._prices.price_ms(shapes[1])
         emitting = Counter[EmittingRequest]()
         for request, count in upcoming.emitting.items():
             pending = min(request.k, limit) if request.is_adjustable else request.pending
             emitting[request._replace(pending=pending)] += count
         after = UpcomingStep(emitting, upcoming.kv_tokens, is_packed=upcoming.is_packed)
-        later = self._price(self._current_shape(after, 1)) - self._price(after.plain_shape())
+        later = self._prices.price_ms(self._current_shape(after, 1)) - self._prices.price_ms(
+            after.plain_shape()
+        )
         return now + later

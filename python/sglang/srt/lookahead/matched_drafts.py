@@ -85,14 +85,9 @@ class _ChainChances:
         return found
 
 
-class _NodeChances:
+class _NodeChances(_ChainChances):
     """Chances of nodes of trees whose first branches follow matches of one class, the likeliest
     node of each tree first: that each node is right, and all that it follows."""
-
-    def __init__(self, max_drafts: int, prior: float) -> None:
-        self._prior = prior
-        self._max_drafts = max_drafts
-        self.counts = _Counts(max_drafts)
 
     def record(self, num_fed: int, places: Collection[int]) -> None:
         """Hears of a request how many nodes it fed, and which of them were right."""
@@ -149,13 +144,14 @@ class MatchedDrafts:
         return Budget(1 + self._with_probes(costs, best), settled=best)
 
     def _lengths(self, upcoming: UpcomingStep) -> list[float]:
-        """Tokens that a request is expected to be given with 0, 1, ... drafts, on average."""
-        sums = [0.0] * (1 + self._tiers[-1])
+        """See `best_tier`; of requests that take drafts the mean."""
+        plain = [1.0] * (1 + self._tiers[-1])
+        sums = [0.0] * len(plain)
         for request, count in upcoming.emitting.items():
-            assert request.kind is not None, "Requests have a kind each."
-            lengths = self._chances[request.kind.match].lengths()
+            kind = request.kind
+            lengths = plain if kind is None else self._chances[kind.match].lengths()
             sums = [total + count * length for total, length in zip(sums, lengths, strict=True)]
-        return [total / upcoming.num_reqs for total in sums]
+        return [total / (upcoming.num_reqs - upcoming.num_plain) for total in sums]
 
     def _with_probes(self, costs: dict[int, float], best: int) -> int:
         """The best tier, or the next one above it if there is time for that."""

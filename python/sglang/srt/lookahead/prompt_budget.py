@@ -1,5 +1,6 @@
-"""Decides how many prompt tokens a step feeds: all that fit, or as many as keep the step short for
-its decodes. It goes by prices of steps and by the times that it is told; it reads no clock."""
+"""Decides how many prompt tokens a step feeds: all that fit or, where its decodes must not wait
+long, as many as keep the step within a bound. Reads no clock: steps have measured prices, and the
+caller reports how long they took."""
 
 from __future__ import annotations
 
@@ -153,15 +154,11 @@ class BoundedBudget:
         if self._for_streams_alone and not someone_streams:
             return PromptAllowance(self._max_tokens)
         bound_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
-        others_ms = decodes_ms = self._decodes_ms(decodes)
-        others_ms += self._share_of_others * max(bound_ms - decodes_ms, 0.0)
+        decodes_ms = BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
+        others_ms = decodes_ms + self._share_of_others * max(bound_ms - decodes_ms, 0.0)
         max_ms = bound_ms if decodes.num_reqs else math.inf
         step = BoundedStep(self._ladders, decodes, max_ms, others_ms)
         return PromptAllowance(self._max_tokens, step)
-
-    def _decodes_ms(self, decodes: DecodeLoad) -> float:
-        """Prices a step without prompts."""
-        return BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self._excess

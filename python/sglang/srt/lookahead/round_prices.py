@@ -19,30 +19,33 @@ class StepCase(NamedTuple):
     Attributes:
         kv_tokens: tokens with KV of all of them, at most.
         prompt_rows: rows of prompts that are fed in the same step.
+        num_plain: those of the requests that take no drafts.
     """
 
     num_reqs: int
     kv_tokens: int = 0
     prompt_rows: int = 0
+    num_plain: int = 0
 
 
 class StepCases(NamedTuple):
     """A step of which it is not known what prompts it will feed.
 
     Attributes:
-        num_reqs, kv_tokens: see `StepCase`.
+        num_reqs, kv_tokens, num_plain: see `StepCase`.
         prompts: rows of prompts that it may feed, each with its chance.
     """
 
     num_reqs: int
     kv_tokens: int = 0
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
+    num_plain: int = 0
 
     @property
     def cases(self) -> list[tuple[float, StepCase]]:
         """Returns the cases that may occur, each with its chance."""
-        num_reqs, kv_tokens = self.num_reqs, self.kv_tokens
-        return [(chance, StepCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
+        alike = StepCase(self.num_reqs, self.kv_tokens, num_plain=self.num_plain)
+        return [(chance, alike._replace(prompt_rows=rows)) for chance, rows in self.prompts]
 
 
 class RoundPrices(Protocol):
@@ -57,8 +60,8 @@ class RoundPrices(Protocol):
     def spread(self) -> float: ...
 
     def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
-        """Milliseconds of a round in which every request has `num_drafts` drafts; 0: a plain
-        step."""
+        """Milliseconds of a round in which every request that takes drafts has `num_drafts`; 0: a
+        plain step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +115,27 @@ class MeasuredRounds:
         return self.target.spread
 
     def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
-        return sum(chance * self.case_ms(case, num_drafts) for chance, case in upcoming.cases)
+        num_reqs, kv_tokens, prompts, num_plain = upcoming
+        num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
+        for chance, prompt_rows in prompts:
+            cost = self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
+            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+            if prompt_rows:
+                whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
+            total_ms += chance * whole_ms
+        return total_ms
 
     def case_ms(self, case: StepCase, num_drafts: int) -> float:
         """As `round_ms`, of a round of which all is known."""
-        num_rows = case.num_reqs * (1 + num_drafts)
-        cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
-        whole_ms = cost.at(case.kv_tokens)
-        return whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
+        prompts = ((1.0, case.prompt_rows),)
+        certain = StepCases(case.num_reqs, case.kv_tokens, prompts, case.num_plain)
+        return self.round_ms(certain, num_drafts)
 
     def feed_ms(self, upcoming: StepCases) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
+        num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._known_feed(case.num_reqs, case.prompt_rows).at(case.kv_tokens)
+            chance * self._known_feed(num_fed, case.prompt_rows).at(case.kv_tokens)
             for chance, case in upcoming.cases
         )
 
@@ -138,24 +149,33 @@ class MeasuredRounds:
         return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
 
     def cost(
-        self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int = 0
+        self,
+        num_reqs: int,
+        num_drafts: int,
+        num_rows: int,
+        prompt_rows: int = 0,
+        num_plain: int = 0,
     ) -> RoundCost:
         """Returns the measured cost of a round in which `num_rows` rows are verified, at most
-        `num_drafts` drafts of a request, and each request is given as many drafts for the next one;
-        beside `prompt_rows` rows of prompts, without their attention."""
-        return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows)
+        `num_drafts` drafts of a request, and each request is given as many drafts for the next one,
+        but for `num_plain` that take none; beside `prompt_rows` rows of prompts, without their
+        attention."""
+        return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
 
-    def _cost(self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int) -> RoundCost:
+    def _cost(
+        self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int, num_plain: int
+    ) -> RoundCost:
         width, target = 1 + num_drafts, self.target
         logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
         if num_drafts == 0 and self.can_rest:
             return verifying
+        num_fed, num_rows = num_reqs - num_plain, num_rows - num_plain
         if self.tree is not None:  # the head is fed paths, whatever was cut
             width = 1 + min(num_drafts, self.tree.max_confirmed)
-            num_rows = num_reqs * width
-        extending = self._of_rows(self.head.extend, num_reqs, width, num_rows, prompt_rows)
-        return verifying + extending + self._drafting(num_reqs, num_drafts)
+            num_rows = num_fed * width
+        extending = self._of_rows(self.head.extend, num_fed, width, num_rows, prompt_rows)
+        return verifying + extending + self._drafting(num_fed, num_drafts)
 
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int

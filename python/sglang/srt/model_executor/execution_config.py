@@ -37,8 +37,8 @@ class ExecutionConfig:
             trees (`draft_trees`) that have graphs, with their batch sizes.
         reads_one_row: no step reads more than one row of a request, as with models that draft, so
             graphs compute no more.
-        may_rest: the model may be left out of steps, and then has no KV of their tokens
-            (`MHATokenToKVPool.kv_starts`).
+        may_rest: the model may be left out of steps, or of some requests of theirs, and then has no
+            KV of their tokens (`MHATokenToKVPool.kv_starts`).
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """

@@ -20,6 +20,29 @@ MAX_MAGNITUDE = 1e6  # of temperatures and biases: logits of float32 stay finite
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
+class Speculative(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The `speculative` object of a request: what a drafter of the server does for it. Drafts
+    change how fast its tokens come, not which they are.
+
+    Attributes:
+        enabled: false: nothing is drafted.
+        max_drafts: drafts per step at most, 0 for none; None: the server's number, which a larger
+            one does not raise.
+        drafter: name of the drafter; None: the server chooses.
+    """
+
+    enabled: bool = True
+    max_drafts: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
+    drafter: str | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Tells whether nothing is drafted."""
+        return not self.enabled or self.max_drafts == 0
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The `sampling_params` object of `/generate`, with SGLang's names and defaults.
 
@@ -52,6 +75,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         spaces_between_special_tokens: only tokenizers that put such spaces heed it.
         stream_interval: a stream gets a chunk each time it has that many tokens; None: the
             server's.
+        speculative: what the server's drafter does for the request.
         json_schema, regex, ebnf, structural_tag: what the output must match; one of them at most.
             `json_schema` is the text of a schema, `structural_tag` that of an object.
         return_top_p_token_ids: the answer has the tokens that top_p, top_k and min_p kept where
@@ -83,6 +107,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     mtp_strategy: list[str | float] | None = None
     mtp_conf_threshold: float | None = None
     mtp_verify: bool = False
+    speculative: Speculative = Speculative()
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -196,7 +221,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             ),
         )
         first = next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
-        first = first or self._grammar_problem()
+        first = first or self._grammar_problem() or self._speculative_problem()
         return first or (self._mtp_problem() if self.mtp_enabled else None)
 
     def _grammar_problem(self) -> str | None:
@@ -207,6 +232,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if kinds and self.min_new_tokens > 0:
             return f"min_new_tokens: {kinds[0]} says where the output ends; leave one of them out"
         return None
+
+    def _speculative_problem(self) -> str | None:
+        """The rule of drafts, if it is broken."""
+        if not self.mtp_enabled or self.speculative == Speculative():
+            return None
+        if self.speculative.is_off:
+            return "speculative: asks for no drafts beside mtp_enabled: true; leave one of them out"
+        return "speculative: is for servers with a drafter; beside mtp_enabled give mtp_k"
 
     def _mtp_problem(self) -> str | None:
         """The first rule of multi-token prediction that is broken."""

@@ -33,6 +33,7 @@ class DraftSteps:
         positions, slots: [N, D] int64; of the row that each step feeds.
         kv_lens: [N, D] int64; tokens with KV once it is written.
         kv_len_upper_bounds: host list of D; at least those of step 0.
+        num_drafts: host list of D; drafts that each is to have, at least 1.
         certain_tokens: [D] int64; the last tokens that are no drafts.
     """
 
@@ -42,6 +43,7 @@ class DraftSteps:
     slots: torch.Tensor
     kv_lens: torch.Tensor
     kv_len_upper_bounds: list[int]
+    num_drafts: list[int]
     certain_tokens: torch.Tensor
 
     @property
@@ -98,7 +100,8 @@ def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: 
     slots.copy_(table[rows, positions])
     torch.add(positions, 1, out=kv_lens)
     certain = step.state.tokens[rows, committed].to(torch.int64)
-    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain)
+    num_drafts = [step.plan.next_drafts[i] for i in requests]
+    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, num_drafts, certain)
 
 
 def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:

@@ -111,8 +111,8 @@ class Drafter(Protocol):
     its own lies after the slots of the same requests."""
 
     def lens(self) -> torch.Tensor | None:
-        """[N] int64; a length of each row of the page table that plans go by, as the last step
-        leaves it. None: they go by none."""
+        """Returns the lengths that the planner wants of each row of the page table, [N] int64, as
+        the last step leaves them: pending tokens, or lengths of matches. None: it wants none."""
         return None
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:

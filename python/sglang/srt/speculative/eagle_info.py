@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from sglang.srt.device_copies import to_device
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import StepOps
 
@@ -43,6 +45,14 @@ class EagleVerifyInput:
     confidence: torch.Tensor | None = None
     parents: torch.Tensor | None = None
     per_request_draft_token_num: torch.Tensor | None = None
+
+    def limited(self, counts: Sequence[int]) -> EagleVerifyInput:
+        """The same with no more than these D counts of drafts; where all get as many, nothing is
+        copied to the device."""
+        if min(counts) == self.draft_token.shape[1]:
+            return self
+        on_device = to_device(list(counts), self.draft_token.device, torch.int64)
+        return replace(self, per_request_draft_token_num=on_device)
 
     def write(self, ops: StepOps, state: RequestRows, rows: torch.Tensor) -> None:
         """Hands them to the next step of the target; rows [D] int64, of the token table."""

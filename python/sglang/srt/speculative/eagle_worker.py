@@ -13,8 +13,7 @@ import torch
 
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.draft_rows import LeftOutRows
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import load
@@ -36,12 +35,10 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
-from sglang.srt.speculative.left_out import LeftOutTokens
 from sglang.srt.speculative.rounds import measured_rounds, needs_of_rounds, planner_of_rounds
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import Q_LEN, Q_START
-from sglang.srt.step.worker import ScheduleBatch
 
 TOPK = 1  # drafts that follow each one of a chain
 
@@ -63,9 +60,6 @@ class EagleDrafter(Drafter):
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
         self._is_asked = parts.state.confidence is not None  # how sure it is of its drafts
-        self._left_out: LeftOutTokens | None = None
-        if self._runner.config.may_rest:
-            self._left_out = LeftOutTokens(self._table, self._runner.kv_pool, parts.state)
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -81,37 +75,26 @@ class EagleDrafter(Drafter):
         steps = options.rounds.draft_steps
         # Of trees the head is fed the confirmed path alone, as a prompt.
         target = replace(target, capture=NO_CAPTURE, captures_trees=False)
-        may_rest = options.rounds.policy.may_rest and target.capabilities.reads_kv_starts
+        may_rest = target.capabilities.reads_kv_starts
         return (replace(target, model=options.head, draft_steps=steps, may_rest=may_rest),)
 
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
-        may_rest = parts.runners.runners[1].config.may_rest
-        left_out = LeftOutRows() if may_rest else None
-        prices = measured_rounds(parts)
-        planner = planner_of_rounds(parts.options.rounds, parts, prices, left_out)
-        return PlannedDrafter(planner, cls(parts))
+        rounds: RoundOptions = parts.options.rounds
+        prices = measured_rounds(parts, may_rest=rounds.policy.may_rest)
+        return PlannedDrafter(planner_of_rounds(rounds, parts, prices), cls(parts))
 
-    def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
-        if self._left_out is not None:
-            self._left_out.prepare(batch, plan)
-
-    def extend(self, step: ComputedStep) -> torch.Tensor | None:
-        if self._left_out is not None:
-            if step.plan.rests:
-                self._left_out.leave_out(step.inputs.slots)
-                return None
-            self._left_out.feed(step)
+    def extend(self, step: ComputedStep) -> torch.Tensor:
         return self.forward_draft_extend(step)
 
     def propose(self, step: ExtendedStep) -> None:
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             return
-        assert step.output is not None, "No request is given drafts while the head rests."
+        assert step.output is not None, "The head was fed the step."
         tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
         steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
-        drafts = self.draft(steps, steps.of_requests(step.output))
+        drafts = self.draft(steps, steps.of_requests(step.output)).limited(steps.num_drafts)
         drafts.write(self._runner.step_ops, self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:

@@ -17,9 +17,13 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 
 
-def measured_rounds(parts: DrafterParts) -> MeasuredRounds | None:
+def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRounds | None:
     """Prices of rounds, of which those of the drafter's model are measured here or taken from the
-    cache; the drafter's options have `rounds`. None where nothing goes by them."""
+    cache; the drafter's options have `rounds`. None where nothing goes by them.
+
+    Args:
+        may_rest: that model is left out of steps where no drafts pay, if it can be.
+    """
     rounds: RoundOptions = parts.options.rounds
     target_prices = parts.prices
     if not rounds.needs_prices or target_prices is None:
@@ -37,7 +41,7 @@ def measured_rounds(parts: DrafterParts) -> MeasuredRounds | None:
         prices,
         tree=rounds.tree,
         max_requests=num_rows,
-        can_rest=head.config.may_rest,
+        can_rest=may_rest and head.config.may_rest,
     )
 
 
@@ -64,12 +68,10 @@ def planner_of_rounds(
     options: RoundOptions,
     parts: DrafterParts,
     prices: MeasuredRounds | None,
-    left_out: LeftOutRows | None = None,
 ) -> LookaheadPlanner[StepPlan]:
     """
     Args:
         prices: None where nothing goes by them.
-        left_out: the tokens that the drafter's model was not fed; None: it is fed all.
     """
     target, num_rows = parts.runners.target, parts.runners.memory.table.num_rows
     tile_spec: TileSpec | None = None
@@ -86,9 +88,11 @@ def planner_of_rounds(
             max_prompt_rows=parts.runners.max_prompt_rows,
             rounds=policy_prices,
             graph_size=same_size if target.graph_keys is None else target.graph_keys.decode_size,
-            feed_ms=None if prices is None or left_out is None else prices.feed_ms,
+            feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )
     )
     reads_matches = policy.reads_matches
+    may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
+    left_out = LeftOutRows() if may_rest else None
     rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
     return LookaheadPlanner(rows, policy)

@@ -50,7 +50,7 @@ class StandaloneDrafter(Drafter):
         self._state = parts.state
         self._is_asked = parts.state.confidence is not None  # how sure it is of its drafts
         self._ops = sampling_ops(self._runner.device)
-        self._states = options.rounds.states
+        self._rounds = options.rounds
 
     @staticmethod
     def needs(options: StandaloneConfig) -> DrafterNeeds:
@@ -58,6 +58,7 @@ class StandaloneDrafter(Drafter):
             needs_of_rounds(options.rounds),
             suppressed_token_ids=options.suppressed_token_ids,
             proposes_without_output=True,
+            feeds_by_drafting=True,
         )
 
     @staticmethod
@@ -68,6 +69,7 @@ class StandaloneDrafter(Drafter):
             capture=NO_CAPTURE,
             draft_steps=_draft_steps(options.rounds),
             reads_one_row=True,
+            may_rest=target.capabilities.reads_kv_starts,
         )
         return (draft,)
 
@@ -85,9 +87,9 @@ class StandaloneDrafter(Drafter):
         tier = max(step.plan.next_drafts)
         if tier == 0:
             return
-        steps = plan_draft_steps(step, self._table, self._states[tier].num_draft_steps)
+        steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
         of_certain = None if step.output is None else steps.of_requests(step.output)
-        drafts = self.draft(steps, of_certain)
+        drafts = self.draft(steps, of_certain).limited(steps.num_drafts)
         drafts.write(self._runner.step_ops, self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:

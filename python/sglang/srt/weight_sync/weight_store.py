@@ -1,4 +1,5 @@
-"""The weights of a running model: replaced in place, or put aside while others need the memory."""
+"""Replaces the weights of a running model in place, and moves them out of the way while another
+process needs the memory."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ COPY_BYTES = 1 << 24
 
 
 class WeightStore:
-    """Puts new weights in place, and gives their memory back for a while.
+    """Replaces a model's weights in place, and releases and restores their memory.
 
-    `apply`, `release` and `restore` want no step in flight. Whatever raises has changed nothing of
-    the model.
+    Call `apply`, `release` and `restore` only while no step is in flight. If one of them raises,
+    the model is unchanged.
 
     Attributes:
         places: where each weight belongs.

@@ -333,7 +333,7 @@ def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
 def _is_uniform(batch: ScheduleBatch, plan: StepPlan, num_drafts: int) -> bool:
     """Tells whether every request verifies `num_drafts` drafts, and none asks for more."""
     return (
-        not plan.rests
+        not plan.left_out
         and plan.counts.q_lens == [1 + num_drafts] * len(batch.rows)
         and plan.counts.packed is None
         and not any(batch.num_prompt_tokens)

@@ -28,6 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
 from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, ExtendedStep, PlannedDrafter
 from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.speculative.left_out import LeftOutTokens
 from sglang.srt.step.constrained_step import ConstraintQuestion, ShortenedRows
 from sglang.srt.step.forward_inputs import forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
@@ -100,6 +101,7 @@ class TpModelWorker:
         self._table = runner.req_to_token_pool
         self._state = state
         self._planner, self._drafter = planned or PlannedDrafter()
+        self._left_out = LeftOutTokens(runner.memory, state)
         self._on_step = on_step
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._confirm = confirm or ConfirmEqual(state.committed.device)
@@ -135,6 +137,7 @@ class TpModelWorker:
         copied = None if lens is None else HostCopy([lens.clone()])
         self._planner.admit(batch.new_rows)
         plan = self._planner.plan(batch, self._known_lens(copied))
+        self._left_out.prepare(batch, plan)
         self._drafter.prepare(batch, plan)
         scores = None
         if plan.wants_scores:
@@ -193,8 +196,10 @@ class TpModelWorker:
             prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, step.forward),
             hidden=hidden_states(batch, run, self._capture),
         )
-        output = self._drafter.extend(step)
-        self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
+        fed = self._left_out.fed(step)
+        if fed is not None:
+            output = self._drafter.extend(fed)
+            self._propose(ExtendedStep(fed.batch, fed.plan, self._state, fed.inputs.rows, output))
         if self._on_step is not None:
             record.notes.append(self._on_step(step))
         if drawing.shortened is not None:
@@ -215,8 +220,9 @@ class TpModelWorker:
         )
         inputs = forward_batch_of(batch, plan.counts, layout)
         step, drawing = self._accept(batch, plan, inputs, layout)
-        run = RunRows(inputs, layout, step.accepted, drawing.output)
-        return run, self._drafter.extend(step)
+        run, fed = RunRows(inputs, layout, step.accepted, drawing.output), self._left_out.fed(step)
+        assert fed is not None, "Such a step leaves no request out."
+        return run, self._drafter.extend(fed)
 
     def _accept(
         self, batch: ScheduleBatch, plan: StepPlan, inputs: ForwardBatch, layout: RowLayout

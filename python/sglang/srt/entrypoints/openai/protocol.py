@@ -14,6 +14,7 @@ from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_obje
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, RETURN_KEPT, take_custom_params
+from sglang.srt.frontend.speculative_field import read_speculative
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -122,9 +123,11 @@ def parse_openai(
             raise field_error(f"{CUSTOM_PARAMS}.{RETURN_KEPT}", "goes with /generate only")
         _, names = take_custom_params({CUSTOM_PARAMS: given}, "", unknown)
         body[CUSTOM_PARAMS] = {name: custom[name] for name in names}
+        read_speculative(body[CUSTOM_PARAMS], f"{CUSTOM_PARAMS}.", unknown)
     elif is_neutral(custom, ()):
         body[CUSTOM_PARAMS] = None
     read_stream_options(body, unknown)
+    read_speculative(body, "", unknown)
     return struct_of(body, kind, unsupported, unknown)
 
 

@@ -1,0 +1,55 @@
+"""Reads and checks `speculative`, with which a request says what is drafted for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
+from sglang.srt.frontend.errors import field_error, shorten
+from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.frontend.unknown_fields import UnknownFields
+from sglang.srt.sampling.sampling_params import Speculative
+
+SPECULATIVE = "speculative"
+_NO_DRAFTER = (
+    "the server has no drafter: leave it out, or start the server with --speculative-algorithm"
+)
+
+
+def read_speculative(fields: dict[str, Any], prefix: str, unknown: UnknownFields) -> None:
+    """Makes the `speculative` object among the fields of a body into a `Speculative`; null stands
+    for the default of a field.
+
+    Args:
+        prefix: beginning of the client's names of the fields.
+
+    Raises:
+        RequestError: naming the field that is unknown, of a wrong type or out of its range.
+    """
+    value = fields.get(SPECULATIVE)
+    if value is None or isinstance(value, Speculative):
+        return
+    if not isinstance(value, dict):
+        raise field_error(prefix + SPECULATIVE, "must be an object")
+    known, inner = Speculative.__struct_fields__, f"{prefix}{SPECULATIVE}."
+    check_known_fields(value, known, {}, inner, unknown)
+    given = {name: value[name] for name in known if value.get(name) is not None}
+    fields[SPECULATIVE] = convert_fields(given, Speculative, inner)
+
+
+def check_speculative(choice: Speculative, limits: RequestLimits, prefix: str) -> None:
+    """Checks that the server has the drafter; who wants no drafts may ask any server.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    if choice.is_off or choice == Speculative():
+        return
+    if not limits.drafters:
+        instead = "; for multi-token prediction give mtp_enabled" if limits.mtp_max_k else ""
+        raise field_error(prefix + SPECULATIVE, _NO_DRAFTER + instead)
+    if choice.drafter is not None and choice.drafter not in limits.drafters:
+        raise field_error(
+            f"{prefix}{SPECULATIVE}.drafter",
+            f"the server has no {shorten(choice.drafter)!r}, but {' and '.join(limits.drafters)}",
+        )

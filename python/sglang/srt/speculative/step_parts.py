@@ -1,0 +1,197 @@
+"""Cuts a step down to some of its requests: those that a drafter is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep
+from sglang.srt.step.step_ops import (
+    NUM_READ,
+    Q_LEN,
+    Q_START,
+    READ_START,
+    AcceptedTokens,
+    LookaheadLayout,
+    PackedSize,
+    ReadRows,
+    RowLayout,
+    StepCounts,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The rows of P of the R requests, fed or read, among all of a step. Padding is kept too.
+
+    Attributes:
+        index: [T'] int64; place of each among the T of the step.
+        request: [T'] int64; its request among the P, of padding the last one.
+        starts, ends: [P] int64; where the rows of each request begin and end among the T'.
+        moved: [P] int64; places by which they have moved to the front.
+    """
+
+    index: torch.Tensor
+    request: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    moved: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, lens: torch.Tensor, num_all: int, num_kept: int) -> _Kept:
+        """
+        Args:
+            starts, lens: [P] int64; place of each request's first row in the step, and its rows.
+            num_all, num_kept: rows of the step, and T'.
+        """
+        ends = lens.cumsum(0)
+        places = torch.arange(num_kept, device=lens.device)
+        request = torch.searchsorted(ends, places, right=True)
+        moved = starts - (ends - lens)
+        of_padding = torch.full_like(moved[:1], num_all - num_kept)
+        index = places + torch.cat((moved, of_padding))[request]
+        return cls(index, request.clamp(max=len(lens) - 1), ends - lens, ends, moved)
+
+
+def part_of(step: ComputedStep, places: Sequence[int]) -> ComputedStep:
+    """The step as it would be with some of its R requests alone: none of the others has a row.
+    Nothing here waits for the device.
+
+    Args:
+        places: of these requests among the R, ascending; one at least. Where the device divides the
+            rows of a step, the others are those whose rows the host knows.
+    """
+    layout, inputs, forward = step.chosen.layout, step.inputs, step.forward
+    chosen = to_device(list(places), layout.per_request.device, torch.int64)
+    plan = _plan_of(step.plan, places)
+    per_request = layout.per_request[:, chosen]
+    num_rows, num_reads = len(inputs.input_ids), len(layout.reads.index)
+    fed = _Kept.of(per_request[Q_START], per_request[Q_LEN], num_rows, plan.counts.num_rows)
+    read = _Kept.of(
+        per_request[READ_START], per_request[NUM_READ], num_reads, plan.counts.num_reads
+    )
+    per_request[Q_START], per_request[READ_START] = fed.starts, read.starts
+    part = _layout_of(layout, per_request, chosen, fed, read)
+    hidden, probs = forward.hidden, step.chosen.probs
+    index = fed.index if len(hidden) == num_rows else read.index
+    return ComputedStep(
+        batch=replace(
+            step.batch,
+            requests=_those(step.batch.requests, places),
+            logprobs=None,
+            hidden_rows=[],
+        ),
+        plan=plan,
+        state=step.state,
+        inputs=_inputs_of(inputs, part, chosen, places, fed.index),
+        forward=replace(forward, hidden=hidden[index], taps=_taken(forward.taps, fed.index)),
+        chosen=ChosenTokens(part, step.chosen.targets[read.index], _taken(probs, read.index)),
+        accepted=_accepted_of(step.accepted, chosen),
+    )
+
+
+def _those(values: Sequence[T], places: Sequence[int]) -> list[T]:
+    """Returns the values at these places; none where there are none at all."""
+    return [values[place] for place in places] if values else []
+
+
+def _taken(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[index]
+
+
+def _plan_of(plan: StepPlan, places: Sequence[int]) -> StepPlan:
+    counts = plan.counts
+    part = StepCounts(
+        _those(counts.q_lens, places),
+        _those(counts.num_read, places),
+        _those(counts.num_predicted, places),
+        _those(counts.emits_only_confirmed, places),
+        counts.is_plain,
+    )
+    if counts.packed is not None:
+        num_fed = sum(counts.q_lens) - sum(part.q_lens)  # by the others
+        num_read = sum(counts.num_read) - sum(part.num_read)
+        packed = PackedSize(counts.packed.num_rows - num_fed, counts.packed.num_reads - num_read)
+        part = replace(part, packed=packed)
+    return replace(
+        plan,
+        counts=part,
+        num_drafts=_those(plan.num_drafts, places),
+        next_drafts=_those(plan.next_drafts, places),
+        left_out=(),
+    )
+
+
+def _layout_of(
+    layout: RowLayout, per_request: torch.Tensor, chosen: torch.Tensor, fed: _Kept, read: _Kept
+) -> RowLayout:
+    reads, lookahead = layout.reads, layout.lookahead
+    index = reads.index[read.index] - fed.moved[read.request]
+    if lookahead is not None:
+        lookahead = LookaheadLayout(
+            q_starts=torch.cat((fed.starts, fed.ends[-1:])),
+            num_pending=lookahead.num_pending[chosen],
+            parents=_taken(lookahead.parents, fed.index),
+            ancestors=_taken(lookahead.ancestors, fed.index),
+        )
+    return RowLayout(
+        per_request=per_request,
+        input_ids=layout.input_ids[fed.index],
+        positions=layout.positions[fed.index],
+        slots=layout.slots[fed.index],
+        kv_lens=layout.kv_lens[chosen],
+        reads=ReadRows(
+            request=read.request,
+            offset=reads.offset[read.index],
+            index=index.clamp(min=0),  # of padding
+            positions=reads.positions[read.index],
+            rows=reads.rows[read.index],
+        ),
+        lookahead=lookahead,
+    )
+
+
+def _inputs_of(
+    inputs: ForwardBatch,
+    part: RowLayout,
+    chosen: torch.Tensor,
+    places: Sequence[int],
+    index: torch.Tensor,
+) -> ForwardBatch:
+    q_starts = None
+    if inputs.q_starts is not None:
+        assert part.lookahead is not None, "A packed step looks ahead."
+        q_starts = part.lookahead.q_starts
+    return replace(
+        inputs,
+        input_ids=part.input_ids,
+        positions=part.positions,
+        slots=part.slots,
+        rows=inputs.rows[chosen],
+        q_lens=_those(inputs.q_lens, places),
+        kv_lens=part.kv_lens,
+        kv_len_upper_bounds=_those(inputs.kv_len_upper_bounds, places),
+        read_index=None if inputs.read_index is None else part.reads.index,
+        ancestors=_taken(inputs.ancestors, index),
+        tree_starts=_taken(inputs.tree_starts, chosen),
+        q_starts=q_starts,
+        hidden=_taken(inputs.hidden, index),
+    )
+
+
+def _accepted_of(accepted: AcceptedTokens, chosen: torch.Tensor) -> AcceptedTokens:
+    return AcceptedTokens(
+        accepted.accept_lens[chosen],
+        accepted.kept_lens[chosen],
+        accepted.next_token_ids[chosen],
+        _taken(accepted.path, chosen),
+        _taken(accepted.num_drafts, chosen),
+    )

@@ -1,0 +1,152 @@
+"""Requests that choose what is drafted for them, in turn; and checks of what steps do for each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import torch
+
+from drafted_serving import Drafted
+from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
+from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.step_parts import part_of
+from sglang.srt.step.step_ops import NUM_READ, Q_LEN, Q_START, READ_START
+from sglang.srt.step.worker import NewRow
+
+OFF = Speculative(enabled=False)
+CHOICES = (Speculative(), OFF, Speculative(max_drafts=1), Speculative(max_drafts=0))
+
+
+def choose_in_turn(harness: Drafted, choices: tuple[Speculative, ...] = CHOICES) -> None:
+    """From now on each request makes another choice."""
+    submit, turns = harness.submit, itertools.cycle(choices)
+
+    def chosen(prompt: list[int], **params: Any) -> int:
+        return submit(prompt, **{"speculative": next(turns), **params})
+
+    vars(harness)["submit"] = chosen
+
+
+class ChoiceChecks:
+    """Looks whether each step does for each request what that chose; for `on_step` of a worker.
+
+    Attributes:
+        seen: drafts confirmed and steps, by the most drafts that a request takes.
+    """
+
+    def __init__(self, harness: Drafted, most_drafts: int) -> None:
+        self.seen = Counter[str]()
+        self._most_drafts = most_drafts
+        self._params: dict[int, SamplingParams] = {}
+        self._random = random.Random(7)
+        self._admit = harness.planner.admit
+        vars(harness.planner)["admit"] = self._admitted
+
+    def _admitted(self, new_rows: list[NewRow]) -> None:
+        self._params.update((new.row, new.params) for new in new_rows)
+        self._admit(new_rows)
+
+    def most(self, row: int) -> int:
+        """Drafts that the request of a row takes."""
+        choice = self._params[row].speculative
+        if choice.is_off:
+            return 0
+        return self._most_drafts if choice.max_drafts is None else choice.max_drafts
+
+    def watch_model(self, checks: list[Any]) -> None:
+        """Of a drafter's model: no request that takes no drafts is fed."""
+
+        checks.append(lambda batch: self._check_rows(batch.rows))
+
+    def watch_search(self, ops: Any) -> None:
+        """Of n-grams: nothing is searched for it."""
+        find = ops.find
+
+        def watched(rows: torch.Tensor, *others: Any) -> Any:
+            self._check_rows(rows)
+            return find(rows, *others)
+
+        vars(ops)["find"] = watched
+
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        known = [row for row in rows.tolist() if row in self._params]
+        assert all(self.most(row) for row in known), known
+        self.seen["looked at"] += len(known)
+
+    def __call__(self, step: ComputedStep) -> None:
+        batch, plan = step.batch, step.plan
+        mosts = [self.most(row) for row in batch.rows]
+        fed = step.chosen.layout.per_request[Q_LEN].tolist()
+        lens = step.accepted.accept_lens.tolist()
+        for place, most in enumerate(mosts):
+            num_prompt = batch.num_prompt_tokens[place]
+            assert plan.next_drafts[place] <= most
+            if not num_prompt:
+                assert fed[place] <= plan.counts.q_lens[place] <= 1 + most
+                self.seen[f"steps of {most}"] += 1
+                self.seen[f"confirmed of {most}"] += lens[place] - 1
+            if most == 0:
+                assert batch.max_q_lens[place] == (num_prompt or 1)
+        if not plan.rests:
+            assert list(plan.left_out) == [i for i, most in enumerate(mosts) if most == 0]
+        self.seen["mixed"] += 0 < len(plan.left_out) < len(mosts)
+        self.seen["packed"] += plan.counts.packed is not None
+        may_go = [
+            place
+            for place, most in enumerate(mosts)
+            if plan.counts.packed is None or most == 0 or batch.num_prompt_tokens[place]
+        ]
+        gone = set(self._random.sample(may_go, self._random.randint(0, len(may_go))))
+        if places := [place for place in range(len(mosts)) if place not in gone]:
+            check_part(step, places)
+
+
+def check_part(step: ComputedStep, places: list[int]) -> None:
+    """Each request's rows and results are those that it has in the whole step, side by side."""
+    part = part_of(step, places)
+    whole_numbers = step.chosen.layout.per_request.T.tolist()
+    numbers = part.chosen.layout.per_request.T.tolist()
+    assert part.batch.rows == [step.batch.rows[place] for place in places]
+    next_row = next_read = 0
+    for new, old in enumerate(places):
+        had, has = whole_numbers[old], numbers[new]
+        assert (has[Q_START], has[READ_START]) == (next_row, next_read)
+        next_row, next_read = next_row + has[Q_LEN], next_read + has[NUM_READ]
+        rows, new_rows = _span(had, Q_START, Q_LEN), _span(has, Q_START, Q_LEN)
+        reads, new_reads = _span(had, READ_START, NUM_READ), _span(has, READ_START, NUM_READ)
+        for name in ("input_ids", "positions", "slots", "ancestors"):
+            _same(getattr(step.inputs, name), getattr(part.inputs, name), rows, new_rows)
+        _same(step.forward.taps, part.forward.taps, rows, new_rows)
+        _same(step.chosen.targets, part.chosen.targets, reads, new_reads)
+        for name in ("offset", "positions", "rows"):
+            whole, cut = step.chosen.layout.reads, part.chosen.layout.reads
+            _same(getattr(whole, name), getattr(cut, name), reads, new_reads)
+        index = part.chosen.layout.reads.index[new_reads] - has[Q_START] + had[Q_START]
+        assert torch.equal(index, step.chosen.layout.reads.index[reads])
+        for name in ("accept_lens", "kept_lens", "next_token_ids", "path", "num_drafts"):
+            one, other = slice(old, old + 1), slice(new, new + 1)
+            _same(getattr(step.accepted, name), getattr(part.accepted, name), one, other)
+        assert part.inputs.rows[new] == step.batch.rows[old]
+        assert part.inputs.kv_lens[new] == step.inputs.kv_lens[old]
+        assert part.inputs.q_lens[new] == step.inputs.q_lens[old]
+    num_padding = len(step.inputs.slots) - int(step.chosen.layout.per_request[Q_LEN].sum())
+    assert len(part.inputs.slots) == part.plan.counts.num_rows == next_row + num_padding
+    assert not part.inputs.slots[next_row:].any()
+    assert len(part.chosen.targets) == part.plan.counts.num_reads
+    if part.inputs.q_starts is not None:
+        assert part.inputs.q_starts.tolist() == [*(each[Q_START] for each in numbers), next_row]
+
+
+def _span(numbers: list[int], start: int, length: int) -> slice:
+    return slice(numbers[start], numbers[start] + numbers[length])
+
+
+def _same(
+    whole: torch.Tensor | None, cut: torch.Tensor | None, rows: slice, new_rows: slice
+) -> None:
+    assert (whole is None) == (cut is None)
+    if whole is not None and cut is not None:
+        assert torch.equal(whole[rows], cut[new_rows])
