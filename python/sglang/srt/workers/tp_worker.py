@@ -188,12 +188,16 @@ class TpModelWorker:
         inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
         run = RunRows(inputs, layout, step.accepted, drawing.output)
+        prompts = None
+        if batch.logprobs is not None:
+            hidden, compute = step.forward.hidden, runner.compute_logits
+            prompts = prompt_logprobs(batch.logprobs, hidden, inputs.q_lens, compute)
         result = _result(
             batch,
             record,
             drawing.given,
             emitted_logprobs=self._emitted_logprobs(step, drawing),
-            prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, step.forward),
+            prompt_logprobs=prompts,
             hidden=hidden_states(batch, run, self._capture),
         )
         fed = self._left_out.fed(step)
@@ -377,18 +381,6 @@ class TpModelWorker:
         queries, wanted = emitted_queries(batch.logprobs, layout, accepted)
         logits, sampling = drawing.logits, drawing.sampling
         return self._sampler.query(logits, sampling, drawn, queries, wanted)
-
-    def _prompt_logprobs(
-        self,
-        batch: ScheduleBatch,
-        layout: RowLayout,
-        inputs: ForwardBatch,
-        forward: ForwardResult,
-    ) -> LogprobTensors | None:
-        if batch.logprobs is None:
-            return None
-        compute = self._runner.compute_logits
-        return prompt_logprobs(batch.logprobs, forward.hidden, inputs.q_lens, compute)
 
 
 def _result(
