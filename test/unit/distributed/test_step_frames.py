@@ -54,7 +54,7 @@ PLAN = StepPlan(
     lookahead_token=319,
     tier=2,
     num_drafts=[0, 1],
-    rests=True,
+    left_out=range(1),
     fed_again=[3],
     budget=Budget(3, 8, Stakes(0.1, 0.2, True)),
 )
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
         return type(value), str(value.dtype), value.tolist()
     if is_dataclass(value):
         return type(value), {each.name: plain(vars_of(value, each.name)) for each in fields(value)}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return [plain(item) for item in value]
     return value
 

@@ -43,7 +43,9 @@ Frame = StepFrame | AllowedFrame | CallFrame
 
 
 def _plain(value: Any) -> Any:
-    """An array as its type, shape and bytes."""
+    """An array as its type, shape and bytes, and a range as a list."""
+    if isinstance(value, range):
+        return list(value)
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     if isinstance(value, np.ndarray):

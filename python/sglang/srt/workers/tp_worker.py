@@ -22,7 +22,7 @@ from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
