@@ -5,6 +5,8 @@ from __future__ import annotations
 
 WORKING = (
     "--kv-cache-dtype auto",
+    "--tp 2",
+    "--tensor-parallel-size 2",
     "--speculative-draft-model-quantization unquant",
     "--enable-memory-saver",
     "--enable-weights-cpu-backup",
@@ -61,8 +63,6 @@ WITHOUT_EFFECT = (
     "--gpu-id-step 2",
 )
 REFUSED = (
-    "--tp 2",
-    "--tp-size 8",
     "--dp 2",
     "--pp-size 2",
     "--ep 2",

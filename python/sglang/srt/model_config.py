@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sglang.srt.plain_files import UnreadableFileError, read_json
 from sglang.srt.registry import FAMILY_DEFAULTS, HEADS, MODELS
 from sglang.srt.rope_config import RopeConfig, parse_rope
+from sglang.srt.shard import WHOLE, Shard
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
@@ -49,6 +50,8 @@ class ModelConfig:
             family needs beside this.
         generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
+        shard: the part of the weights and of the KV that this process holds. All sizes here are of
+            the whole model.
     """
 
     path: Path
@@ -70,6 +73,7 @@ class ModelConfig:
     hf: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    shard: Shard = WHOLE
 
     @property
     def remark(self) -> str:

@@ -48,7 +48,7 @@ FORMER: dict[str, Any] = {
     "stream_output": [["--stream-output"], 0, False],
     "torchao_config": [["--torchao-config"], 1, ""],
 }
-MORE_NAMES = {"tp_size": ["--tp"], "dp_size": ["--dp"], "pp_size": ["--pp"]}
+MORE_NAMES = {"dp_size": ["--dp"], "pp_size": ["--pp"]}
 
 _WORKS = (
     Entry(
@@ -267,7 +267,7 @@ _DETERMINISM = (
 _REFUSED = (
     Entry(
         _ONE_DEVICE,
-        "tp_size dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
+        "dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
         " moe_dp_size dwdp_size enable_prefill_cp use_ray",
     ),
     Entry(

@@ -32,7 +32,7 @@ class SharedModules:
     """Modules of the target. They are no submodules of the head, so their weights are the target's
     alone: updated, released and counted with it."""
 
-    embed_tokens: nn.Embedding
+    embed_tokens: Embedding
     lm_head: Linear
 
 
@@ -105,7 +105,7 @@ class DraftHead(Model):
             ModelPathError: if the target has other sizes than the head was trained for.
         """
         embed_tokens = target.model.embed_tokens
-        check_fits(self._config, embed_tokens.num_embeddings, embed_tokens.embedding_dim)
+        check_fits(self._config, embed_tokens.num_tokens, embed_tokens.embedding_dim)
         self._shared = SharedModules(embed_tokens, target.lm_head)
         self.refresh()
 
@@ -149,7 +149,7 @@ class DraftHead(Model):
         assert not capture.layers, "A head has no layers to tap."
         hidden = hidden_of(batch, (self.hidden_width, self.draft_hidden_width))
         embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        x, residual = self.first_input(embed(batch.input_ids), hidden, runtime)
+        x, residual = self.first_input(embed(batch.input_ids, runtime), hidden, runtime)
         rotation, last = runtime.rotation(self.rotary.table), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             wanted = batch.read_index if index == last and not capture.all_rows else None
