@@ -33,9 +33,9 @@ WRONG = {
     "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use"
     " --speculative-algorithm EAGLE3.",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path demo-eagle": "use"
-    " --speculative-algorithm EAGLE or EAGLE3",
-    "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3, NEXTN or"
-    " STANDALONE; ",
+    " --speculative-algorithm EAGLE, EAGLE3 or NEXTN",
+    "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3,"
+    " NEXTN or STANDALONE; ",
     "--speculative-adaptive-config aggressive": "-algorithm EAGLE, EAGLE3, NEXTN or STANDALONE; ",
     "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-draft": "a draft model"
     " takes --speculative-algorithm STANDALONE",

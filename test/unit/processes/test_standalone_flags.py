@@ -79,7 +79,7 @@ def test_draft_models_that_cannot_be_used_are_refused_before_weights_are_loaded(
     nested = changed(draft, tmp_path / "nested", speculators_model_type="eagle3")
     assert "speculators_model_type says that this is a head" in said(nested)
     assert "draft_vocab_size says that this is a head" in said(write_eagle3(tmp_path / "eagle3"))
-    assert "--speculative-token-map needs --speculative-algorithm EAGLE or EAGLE3; " in said(
+    assert "--speculative-token-map needs --speculative-algorithm EAGLE, EAGLE3 or NEXTN; " in said(
         draft, token_map="map.json"
     )
     broken = changed(draft, tmp_path / "broken")
