@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -44,6 +46,21 @@ def test_a_start_removes_what_killed_servers_left_and_nothing_of_running_ones(
     second.close()
     assert running.folder.exists()
     running.close()
+
+
+def test_where_folders_cannot_be_locked_a_start_removes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(folder: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # of NFS
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    running = HiddenFiles(tmp_path, MOST, LAYERS, ROW_BYTES)
+    second = HiddenFiles(tmp_path, MOST, LAYERS, ROW_BYTES)
+    assert {*tmp_path.iterdir()} == {running.folder, second.folder}
+    second.close()
+    running.close()
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -106,6 +106,13 @@ def test_a_request_without_drafts_has_none_of_the_servers_masks_either() -> None
     assert check({}, MASKS, preferred).mtp_enabled
 
 
+def test_a_request_for_masks_has_none_of_the_servers_choices_of_drafts() -> None:
+    preferred = {"speculative": OFF}
+    params = check({"mtp_enabled": True}, MASKS, preferred)
+    assert params.mtp_enabled
+    assert params.speculative == Speculative()
+
+
 def test_the_server_may_draft_for_those_alone_who_ask() -> None:
     preferred = {"speculative": OFF}
     assert check({}, DRAFTS, preferred).speculative.is_off

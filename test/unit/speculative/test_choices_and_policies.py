@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from served_rounds import DRAFT_MS, EXTEND_MS, FIRST_DRAFT_MS, READ_MS, STEP_MS, curve, parts_of
@@ -22,6 +23,7 @@ from sglang.srt.lookahead.load_aware_drafts import LEAST_GAIN, LoadAwareDrafts
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts, class_of
 from sglang.srt.lookahead.round_options import LengthOptions, RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
+from sglang.srt.lookahead.tile_spec import RoundTables, TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
 from sglang.srt.speculative.rounds import planner_of_rounds
@@ -50,6 +52,23 @@ def test_rounds_are_priced_by_the_rows_that_there_are(
     case = StepCase(num_drafting + num_plain, num_plain=num_plain)
     expected = cost_ms(num_drafting, num_plain, num_drafts)
     assert measured().case_ms(case, num_drafts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("num_drafting", "num_plain"), [(1, 63), (40, 30), (8, 0)])
+def test_rounds_are_cut_by_the_rows_that_there_are(num_drafting: int, num_plain: int) -> None:
+    """A cut gains no more than the rows that it leaves out cost, all of which are drafts."""
+    tile_spec = TileSpec(RoundTables(measured(), packs_in_graphs=True))
+    tile_spec._scores = np.full((num_drafting, MOST), 0.05)
+    case = StepCase(num_drafting + num_plain, num_plain=num_plain)
+    whole = cost_ms(num_drafting, num_plain, MOST)
+    none = cost_ms(num_drafting, num_plain, 0) + FIRST_DRAFT_MS + (MOST - 1) * DRAFT_MS
+    assert 1.0 <= tile_spec.gain(case, MOST) <= whole / none
+    drafts = [MOST] * num_drafting + [0] * num_plain
+    batch = ScheduleBatch([BatchRequest(row, 1 + MOST) for row in range(len(drafts))])
+    table = tile_spec.table(batch, drafts)
+    assert table.rows[-1] == len(drafts) + sum(drafts)
+    assert table.costs_ms[-1] == pytest.approx(whole)
+    assert table.costs_ms[0] == pytest.approx(none)
 
 
 LENGTHS = [1.0 + sum(0.6**place for place in range(1, 1 + count)) for count in range(1 + MOST)]

@@ -113,22 +113,31 @@ class HiddenFiles:
 
 def make_locked_folder(parent: Path) -> tuple[str, int]:
     """Makes a folder with mode 0700, and removes those of this user's servers that were killed:
-    nobody holds their locks.
+    nobody holds their locks. Removes none where folders cannot be locked, as on NFS.
 
     Returns:
         The folder, and an open descriptor of it that holds its lock.
     """
     guard = os.open(parent, os.O_RDONLY)  # no folder is seen before it is locked
     try:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        for folder in parent.glob(f"{PREFIX}*"):
-            _remove_if_left(folder)
+        if _locks(guard, fcntl.LOCK_EX):
+            for folder in parent.glob(f"{PREFIX}*"):
+                _remove_if_left(folder)
         made = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         lock = os.open(made, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _locks(lock, fcntl.LOCK_EX)
         return made, lock
     finally:
         os.close(guard)
+
+
+def _locks(folder: int, operation: int) -> bool:
+    """Locks an open folder; returns False if someone holds the lock, or there are none."""
+    try:
+        fcntl.flock(folder, operation)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_if_left(folder: Path) -> None:
@@ -137,9 +146,7 @@ def _remove_if_left(folder: Path) -> None:
     except OSError:  # another user's
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:  # its server runs
-        return
+        if _locks(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):  # its server does not run
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)

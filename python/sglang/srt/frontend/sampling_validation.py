@@ -217,8 +217,8 @@ def _check_grammar(grammar: Grammar | None, limits: RequestLimits, name: str) ->
 
 def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str, Any]:
     """Merges a request's parameters over the server's. A request that switches multi-token
-    prediction or all drafts off gets none of the server's settings of it; one that brings a
-    strategy keeps its own threshold."""
+    prediction or all drafts off gets none of the server's settings of it, one that switches it on
+    no `speculative`; one that brings a strategy keeps its own threshold."""
     if not preferred:
         return value
     given = {name for name, item in value.items() if item is not None}
@@ -231,6 +231,8 @@ def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str
     wants_none = value.get("mtp_enabled") is None and choice is not None and choice.is_off
     if value.get("mtp_enabled") is False or wants_none:
         defaults = {k: v for k, v in defaults.items() if not k.startswith(MTP_PREFIX)}
+    if value.get("mtp_enabled") is True:
+        defaults.pop(SPECULATIVE, None)
     return {**defaults, **{name: value[name] for name in value if name in given}}
 
 

@@ -57,14 +57,14 @@ class RoundTables:
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
     def table(self, case: StepCase, num_drafts: int) -> LatencyTable:
-        """Returns the costs of rounds in which each request has `num_drafts` drafts, 1 at least;
-        the last bucket is the round that verifies all of them.
+        """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
+        at least; the last bucket is the round that verifies all of them.
 
         Args:
             case: of `StepCases.cases`.
         """
         prompt_rows = case.prompt_rows
-        found = self._buckets(case.num_reqs, num_drafts, prompt_rows)
+        found = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
         whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
         costs = (
             whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)
@@ -78,16 +78,19 @@ class RoundTables:
         key = self._packed.target.find(num_reqs, widest, num_rows)
         return num_rows if key is None else key.num_tokens
 
-    def _buckets_of(self, num_reqs: int, num_drafts: int, prompt_rows: int) -> _Buckets:
+    def _buckets_of(
+        self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
+    ) -> _Buckets:
         width = 1 + num_drafts
-        most = num_reqs * width
+        most = num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = {self.room(*whole) - prompt_rows for whole in wholes}
         rows = sorted(room for room in rooms if room < most)
-        costs = [self._packed.cost(num_reqs, num_drafts, each, prompt_rows) for each in rows]
-        costs.append(self._uniform.cost(num_reqs, num_drafts, most, prompt_rows))
+        beside = prompt_rows, num_plain
+        costs = [self._packed.cost(num_reqs, num_drafts, each, *beside) for each in rows]
+        costs.append(self._uniform.cost(num_reqs, num_drafts, most, *beside))
         rows_ms, kv_ms = (np.array(column) for column in zip(*map(astuple, costs), strict=True))
         return _Buckets((*rows, most), rows_ms, kv_ms)
 
@@ -145,8 +148,8 @@ class TileSpec:
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
         self._lots = random.Random(0)
         self._num_read = 0  # steps
-        # By requests, drafts of each, and rows of prompts; since prices were looked at last.
-        self._known = dict[tuple[int, int, int], LatencyTable]()
+        # By case, KV aside, and drafts; since prices were looked at last.
+        self._known = dict[tuple[StepCase, int], LatencyTable]()
 
     def cut(self, batch: ScheduleBatch, plan: StepPlan, is_probe: bool = False) -> StepPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
@@ -170,12 +173,15 @@ class TileSpec:
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
     def table(self, batch: ScheduleBatch, num_drafts: Sequence[int]) -> LatencyTable:
-        """Returns the costs of the step's round, beside the prompts that share it."""
-        return self._table(case_of(batch), max(num_drafts))
+        """Returns the costs of the step's round, beside the prompts that share it; some of R
+        `num_drafts` are not 0."""
+        case = case_of(batch)
+        num_drafting = len(num_drafts) - num_drafts.count(0)
+        return self._table(case._replace(num_plain=case.num_reqs - num_drafting), max(num_drafts))
 
     def _table(self, case: StepCase, num_drafts: int) -> LatencyTable:
         """See `RoundTables.table`; within LOOK_STEPS KV changes little."""
-        key = case.num_reqs, num_drafts, case.prompt_rows
+        key = case._replace(kv_tokens=0), num_drafts
         if key not in self._known:
             self._known[key] = self._tables.table(case, num_drafts)
         return self._known[key]
@@ -197,7 +203,8 @@ class TileSpec:
         `RoundTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        chances = self._chances(self._scores, num_drafts, case.num_reqs * num_drafts)
+        count = (case.num_reqs - case.num_plain) * num_drafts
+        chances = self._chances(self._scores, num_drafts, count)
         table = self._table(case, num_drafts)
         return best_cut(chances, case.num_reqs, table, LEAST_GAIN).gain
 
@@ -317,8 +324,7 @@ class CutRounds:
     def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
         self._rounds = rounds
         self._tile_spec = tile_spec
-        # By requests, drafts of each, and rows of prompts.
-        self._gains: dict[tuple[int, int, int], float] = {}
+        self._gains: dict[tuple[StepCase, int], float] = {}  # by case, KV aside, and drafts
         self._period = 0
 
     @property
@@ -334,7 +340,7 @@ class CutRounds:
     def _gain(self, case: StepCase, num_drafts: int) -> float:
         # A few rows of prompts more change it little, and it takes long to compute.
         case = case._replace(prompt_rows=-(-case.prompt_rows // GAIN_GRAIN) * GAIN_GRAIN)
-        key, period = (case.num_reqs, num_drafts, case.prompt_rows), self._tile_spec.gain_period
+        key, period = (case._replace(kv_tokens=0), num_drafts), self._tile_spec.gain_period
         if period != self._period:
             self._gains, self._period = {}, period
         if key not in self._gains:
