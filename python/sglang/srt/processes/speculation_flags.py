@@ -134,7 +134,13 @@ def _algorithm(args: ServerArgs) -> Algorithm | None:
     names = args.speculative_algorithm
     if names is None:
         return None
-    chosen = {SpeculativeAlgorithm.from_string(name.strip()) for name in names.split(",")}
+    words = [name.strip() for name in names.split(",")]
+    if "" in words:
+        remedy = "name one drafter, or one with a model and NGRAM"
+        raise Refusal(as_flag(ALGORITHM, names), "lacks a name beside a comma", remedy)
+    chosen = {SpeculativeAlgorithm.from_string(word) for word in words}
+    if len(chosen) < len(words):
+        raise Refusal(as_flag(ALGORITHM, names), "names one drafter twice", "name it once")
     models = sorted(chosen - {SpeculativeAlgorithm.NGRAM})
     if len(models) > 1:
         remedy = "name one of them, or one and NGRAM"
@@ -156,6 +162,10 @@ def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
             need = as_flag(NEEDS[name])
         else:
             continue
+        if algorithm is not None and algorithm.parts and name not in flags:
+            both = as_flag(ALGORITHM, args.speculative_algorithm)
+            remedy = instead.get(name, "leave it out")
+            raise Refusal(both, f"does not take {as_flag(name)}", remedy)
         remedy = instead.get(name, "use that, or leave it out")
         raise Refusal(as_flag(name), f"needs {need}", remedy)
     if algorithm is not None and algorithm.draft_model and DRAFT_PATH not in given:
@@ -243,7 +253,7 @@ def _beside_ngrams(model: Algorithm) -> Algorithm:
         ngrams = _ngrams(asked, RoundOptions(count, num_free=count))
         return PairConfig(drafter=DrafterConfig(model.drafter, options), ngrams=ngrams)
 
-    chains = "leave it out: NGRAM beside another drafter, and that one too, drafts chains"
+    chains = "leave it out: two drafters on one server draft chains"
     return replace(
         model,
         drafter="pair",
