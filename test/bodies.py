@@ -53,6 +53,7 @@ DEMO = ServedModel(
         "NGRAM": {},
         "EAGLE3": {"speculative_draft_model_path": "demo-eagle3"},
         "EAGLE": {"speculative_draft_model_path": "demo-eagle", **FIXED},
+        "NEXTN": {"speculative_draft_model_path": "demo-nextn", **FIXED},
         "STANDALONE": {"speculative_draft_model_path": "demo-draft", **FIXED},
     },
 )

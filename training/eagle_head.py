@@ -1,4 +1,5 @@
-"""The draft heads of EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840) for training.
+"""Draft heads for training: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840), and a layer for
+multi-token prediction of the model itself (NEXTN; arXiv 2412.19437, section 2.2).
 
 A head is one layer over the target's hidden states. Row p reads the token at position p + 1 beside
 what the target computed at position p, and says the token at position p + 2. A draft step reads,
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from training.model import FeedForward, Llama, LlamaShape, RMSNorm, apply_rope, rope_tables
 
-EAGLE, EAGLE3 = "EAGLE", "EAGLE3"
-ALGORITHMS = (EAGLE, EAGLE3)
+EAGLE, EAGLE3, NEXTN = "EAGLE", "EAGLE3", "NEXTN"
+ALGORITHMS = (EAGLE, EAGLE3, NEXTN)
 NUM_TAPS = 3
 
 
@@ -64,6 +65,14 @@ class HeadLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
+class NextNLayer(HeadLayer):
+    """The same with a norm before attention: a layer as the target's."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__(shape, shape.hidden_size)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
 class Eagle3Layer(HeadLayer):
     """Reads embedding and hidden state side by side, each behind a norm of its own."""
 
@@ -104,7 +113,7 @@ def attend(
 
 
 class DraftHead(nn.Module):
-    """What both heads share; subclasses say how rows enter the layer and how tokens are said."""
+    """What all heads share; subclasses say how rows enter the layer and how tokens are said."""
 
     cos: Tensor
     sin: Tensor
@@ -136,9 +145,13 @@ class DraftHead(nn.Module):
         and hidden inputs, [..., D] each."""
         raise NotImplementedError
 
+    def leave(self, x: Tensor) -> Tensor:
+        """What `forward` gives [..., D] of the layer's output [..., D]."""
+        return x
+
     def logits(self, carried: Tensor, output: Tensor) -> Tensor:
         """[..., V] of what `forward` gives; output [vocab_size, D] is the target's head."""
-        raise NotImplementedError
+        return F.linear(carried, output)
 
     def _initialise(self) -> None:
         """Normal weights; projections back into the residual stream start at zero."""
@@ -157,7 +170,7 @@ class DraftHead(nn.Module):
         q = layer.self_attn.queries(x, *rotation)
         k, v = layer.self_attn.keys_values(x, *rotation)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return layer.finish(residual, attended)
+        return self.leave(layer.finish(residual, attended))
 
     def unroll(
         self, embedded: Tensor, hidden: Tensor, starts: Tensor, num_steps: int
@@ -190,7 +203,7 @@ class DraftHead(nn.Module):
                 x, residual = self.enter(embedded[:, places], given[-1])
                 own.append(layer.self_attn.keys_values(x, *rotation))
             attended = attend(layer.self_attn.queries(x, *rotation), past, own, starts)
-            given.append(layer.finish(residual, attended))
+            given.append(self.leave(layer.finish(residual, attended)))
         return given
 
 
@@ -217,8 +230,37 @@ class EagleHead(DraftHead):
         x = self.fc(torch.cat((embedded, hidden), dim=-1)).float()  # the residual, under autocast
         return x, x
 
-    def logits(self, carried: Tensor, output: Tensor) -> Tensor:
-        return F.linear(carried, output)
+
+class NextNHead(DraftHead):
+    """NEXTN: reads the target's last hidden state behind its norm, and gives the next one of them,
+    as EAGLE does, with norms around it and a layer as the target's. The names are Qwen3-Next's."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__(shape, torch.arange(shape.vocab_size))
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.pre_fc_norm_embedding = RMSNorm(size, eps)
+        self.pre_fc_norm_hidden = RMSNorm(size, eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([NextNLayer(shape)])
+        self.norm = RMSNorm(size, eps)
+        self._initialise()
+
+    @property
+    def layer(self) -> NextNLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, NextNLayer)
+        return layer
+
+    def combine(self, features: Tensor) -> Tensor:
+        return features
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        both = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)
+        x = self.fc(torch.cat(both, dim=-1)).float()  # the residual, under autocast
+        return self.layer.input_layernorm(x), x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
 
 class Eagle3Head(DraftHead):
@@ -255,7 +297,8 @@ class Eagle3Head(DraftHead):
 
 
 def make_head(algorithm: str, target: Llama, target_ids: Tensor) -> DraftHead:
-    """A head to train for a target: the target's layer sizes, and where it can its weights.
+    """A head to train for a target: the target's layer sizes (of NEXTN smaller ones), and where it
+    can its weights.
 
     Args:
         target_ids: [V] int64, ascending; the tokens that an EAGLE-3 head says.
@@ -263,6 +306,8 @@ def make_head(algorithm: str, target: Llama, target_ids: Tensor) -> DraftHead:
     shape = replace(target.shape, num_hidden_layers=1)
     if algorithm == EAGLE:
         return EagleHead(shape)
+    if algorithm == NEXTN:
+        return _smaller_layer(shape, target)
     head = Eagle3Head(shape, target_ids)
     with torch.no_grad():
         head.norm.weight.copy_(target.norm.weight)
@@ -270,9 +315,24 @@ def make_head(algorithm: str, target: Llama, target_ids: Tensor) -> DraftHead:
     return head
 
 
+def _smaller_layer(shape: LlamaShape, target: Llama) -> NextNHead:
+    """A NEXTN head with half of the target's attention heads, and two thirds of its MLP."""
+    head = NextNHead(
+        replace(
+            shape,
+            num_attention_heads=shape.num_attention_heads // 2,
+            num_key_value_heads=shape.num_key_value_heads // 2,
+            intermediate_size=shape.intermediate_size * 2 // 3,
+        )
+    )
+    with torch.no_grad():
+        head.norm.weight.copy_(target.norm.weight)
+    return head
+
+
 def tap_layers(algorithm: str, num_layers: int) -> tuple[int, ...]:
-    """The layers of the target whose inputs an EAGLE-3 head reads; none for EAGLE."""
-    if algorithm == EAGLE:
+    """The layers of the target whose inputs an EAGLE-3 head reads; none for other heads."""
+    if algorithm != EAGLE3:
         return ()
     if num_layers < NUM_TAPS + 1:
         raise ValueError(f"An EAGLE-3 head needs a target of {NUM_TAPS + 1} layers or more.")

@@ -1,4 +1,4 @@
-"""How many drafts of an EAGLE or EAGLE-3 head its target confirms.
+"""How many drafts of a head (EAGLE, EAGLE-3, NEXTN) its target confirms.
 
     python -m training.evaluate_eagle build/tiny-code-eagle3 --prompts 16
 
@@ -256,7 +256,7 @@ def print_figures(doc: str, load: Callable[[Path, Llama], Drafting]) -> None:
 
 def load_pair(folder: Path, target: Llama) -> Pair:
     """A head of a folder, on the target's device."""
-    head = load_head(folder, target.shape).to(target.embed_tokens.weight.device)
+    head = load_head(folder).to(target.embed_tokens.weight.device)
     return Pair(target, head, read_taps(folder))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from training.eagle_head import EAGLE, EAGLE3, DraftHead, Eagle3Head, EagleHead
+from training.eagle_head import (
+    EAGLE,
+    EAGLE3,
+    NEXTN,
+    DraftHead,
+    Eagle3Head,
+    EagleHead,
+    NextNHead,
+)
 from training.export import write_json
 from training.model import LlamaShape
 from training.tokens import BOS_ID, EOS_ID
 
 WEIGHTS = "model.safetensors"
-ARCHITECTURES = {EAGLE: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
+ARCHITECTURES = {
+    EAGLE: "LlamaForCausalLMEagle",
+    EAGLE3: "LlamaForCausalLMEagle3",
+    NEXTN: "LlamaForCausalLMNextN",
+}
+NEXTN_PREFIX = "mtp."  # of the tensors of Qwen3-Next's layer for multi-token prediction
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -49,6 +61,8 @@ def head_config(algorithm: str, head: DraftHead, taps: tuple[int, ...]) -> dict[
     }
     if algorithm == EAGLE:
         return {**config, "bias": False}
+    if algorithm == NEXTN:
+        return config
     layers = {LAYER_IDS: [layer - 1 for layer in taps], "use_aux_hidden_state": True}
     return {**config, "draft_vocab_size": len(head.target_ids), "eagle_config": layers}
 
@@ -57,8 +71,9 @@ def write_head_folder(folder: Path, algorithm: str, head: DraftHead, taps: tuple
     """Write config and bf16 weights into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", head_config(algorithm, head, taps))
+    prefix = NEXTN_PREFIX if algorithm == NEXTN else ""
     tensors = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        prefix + name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in head.state_dict().items()
     }
     if algorithm == EAGLE3:
@@ -81,18 +96,23 @@ def read_taps(folder: Path) -> tuple[int, ...]:
     return tuple(layer + 1 for layer in options.get(LAYER_IDS, ()))
 
 
-def load_head(folder: Path, target: LlamaShape) -> DraftHead:
+def load_head(folder: Path) -> DraftHead:
     """The head of a folder that `write_head_folder` wrote, in float32."""
+    config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / WEIGHTS)
-    shape = replace(target, num_hidden_layers=1)
+    shape = LlamaShape.from_config(config)
     tensors.pop("t2d", None)
     offsets = tensors.pop("d2t", None)
     head: DraftHead
-    if offsets is None:
-        head = EagleHead(shape)
-    else:
+    if offsets is not None:
         head = Eagle3Head(shape, offsets + torch.arange(len(offsets)))
-    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    elif config["architectures"] == [ARCHITECTURES[NEXTN]]:
+        head = NextNHead(shape)
+    else:
+        head = EagleHead(shape)
+    head.load_state_dict(
+        {name.removeprefix(NEXTN_PREFIX): tensor.float() for name, tensor in tensors.items()}
+    )
     return head
 
 
@@ -130,7 +150,7 @@ each window. A drafting has {unrolled} steps, of which all but the first read th
 windows of {long_context} tokens of real text.
 The loss of a step is the cross-entropy to the target's distribution{also}; it counts fully while
 the drafts before it are right, else {late:g} of that.
-Optimisers: Muon (lr {muon_lr}) on matrices, AdamW (lr {adam_lr}) on the rest; bfloat16 autocast.
+Optimisers: Muon (lr {muon_lr}) on matrices, AdamW (lr {adam_lr}) on the rest; {precision}.
 The schedule follows the clock, so another machine gives other weights. All figures come from the
 same run and are in `{results}`.
 
@@ -169,7 +189,10 @@ CARD = TRAINING + ACCEPTANCE + LIMITS
 WHAT = {
     EAGLE: "A draft head of EAGLE (arXiv 2401.15077) for the demo model `tiny-code`.",
     EAGLE3: "A draft head of EAGLE-3 (arXiv 2503.01840) for the demo model `tiny-code`.",
+    NEXTN: "A layer for multi-token prediction (NEXTN; arXiv 2412.19437, section 2.2) for the demo"
+    " model `tiny-code`, which drafts recurrently. Its tensors have Qwen3-Next's names.",
 }
+PATHS = {EAGLE: "demo-eagle", EAGLE3: "demo-eagle3", NEXTN: "demo-nextn"}
 
 
 def _cells(shares: list[float | None]) -> str:
@@ -225,7 +248,7 @@ def _head_fields(head: dict[str, Any]) -> dict[str, Any]:
         "name": head["name"],
         "what": WHAT[head["algorithm"]],
         "algorithm": head["algorithm"],
-        "path": "demo-eagle3" if is_eagle3 else "demo-eagle",
+        "path": PATHS[head["algorithm"]],
         "parameters": head["parameters"] / 1e6,
         "shared": "" if is_eagle3 else " and output head",
         "hidden": shape["hidden_size"],
@@ -263,6 +286,7 @@ def run_fields(results: dict[str, Any]) -> dict[str, Any]:
         "command": results["command"],
         "seconds": training["seconds"],
         "device": results["device"],
+        "precision": "bfloat16 autocast" if results["versions"]["cuda"] else "float32",
         "commit": results["commit"],
         "updates": training["steps"],
         "temperature": training["temperature"],

@@ -1,4 +1,4 @@
-"""Trains a draft head of EAGLE or EAGLE-3 for the demo model `tiny-code`.
+"""Trains a draft head of EAGLE, EAGLE-3 or NEXTN for the demo model `tiny-code`.
 
     python -m training.train_eagle --algorithm EAGLE3 \\
         --base python/sglang/demo_models/tiny-code --out build/tiny-code-eagle3
@@ -27,7 +27,7 @@ from training.command import describe_run, is_compiled, make_optimizer, make_par
 from training.corpus import Corpus, collect_corpus
 from training.eagle_head import (
     ALGORITHMS,
-    EAGLE,
+    EAGLE3,
     DraftHead,
     make_head,
     read_target,
@@ -63,7 +63,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--own-share", type=float, default=0.5, help="of a batch, that the target continued")
     add("--long-rows", type=int, default=6, help="long windows of real text per step of them")
     add("--long-every", type=int, default=6, help="one such step after so many others")
-    add("--feature-weight", type=float, default=0.5, help="EAGLE: of the distance to the target")
+    add(
+        "--feature-weight",
+        type=float,
+        default=0.5,
+        help="of the distance to the target; not of EAGLE-3",
+    )
     add("--prompts", type=int, default=512, help="held-out prompts that are continued")
     parser.set_defaults(minutes=1.5, seed=2, batch_size=64, context=512)
     parser.set_defaults(muon_lr=0.02, adam_lr=3e-3, weight_decay=0.01)
@@ -158,7 +163,7 @@ class EagleTrainer:
             teacher = wanted[:, row].float().softmax(dim=-1)
             nats = -(teacher * logits.log_softmax(dim=-1)).sum(dim=-1)
             loss = loss + (nats * weight * head.is_said[best[:, row]]).mean()
-            if self.arguments.algorithm == EAGLE:
+            if self.arguments.algorithm != EAGLE3:
                 distance = F.smooth_l1_loss(carried, normed[:, row], reduction="none").mean(dim=-1)
                 loss = loss + self.arguments.feature_weight * (distance * weight).mean()
             said = head.target_ids[logits.argmax(dim=-1)]
@@ -304,7 +309,7 @@ def main() -> None:
     results = describe(arguments, device, loop, own)
     describe_head(arguments, pair, covered, results)
     results["corpus"] = describe_corpus(corpus, len(stream))
-    exported: DraftHead = load_head(arguments.out, target.shape).to(device)  # rounded to bf16
+    exported: DraftHead = load_head(arguments.out).to(device)  # rounded to bf16
     shipped = Pair(target, exported, taps)
     results["acceptance"] = {
         "num_steps": NUM_STEPS,

@@ -25,9 +25,11 @@ from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateRe
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform
+from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.model_folders import ModelFolders
+from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
-from sglang.srt.processes.scheduler_process import make_ledger, make_resources
+from sglang.srt.processes.scheduler_process import make_ledger
 from sglang.srt.processes.worker_factory import (
     BudgetMaker,
     WorkerMaker,
@@ -87,6 +89,8 @@ class OneBatch:
         make: WorkerMaker = make_worker,
         make_budget: BudgetMaker = make_prompt_budget,
     ) -> None:
+        if args.tp_size > 1:
+            raise ConfigError("--tp-size: this benchmark has one rank; leave it out.")
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target

@@ -51,13 +51,14 @@ BASE = ("sampling", "observability")
 MAY_IMPORT = {
     "base": "",
     "mem_cache": "base",
+    "distributed": "base",
     "layers": "mem_cache.memory_pool base",
     "models": "layers base",
     "step": "layers mem_cache base",
     "model_loader": "models layers base",
     "weight_sync": "model_loader models mem_cache base",
     "utils": "weight_sync base",
-    "model_executor": "step weight_sync model_loader models layers mem_cache base",
+    "model_executor": "distributed step weight_sync model_loader models layers mem_cache base",
     "lookahead": "step layers mem_cache base",
     "speculative": "lookahead model_executor models step layers mem_cache base",
     "workers": "lookahead speculative model_executor step layers mem_cache base",
@@ -71,7 +72,7 @@ MAY_IMPORT = {
     "managers": "control scheduling frontend messages constrained lookahead utils step mem_cache"
     " base",
     "processes": "managers control scheduling frontend messages constrained"
-    " workers speculative lookahead model_executor step weight_sync mem_cache base",
+    " workers distributed speculative lookahead model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend function_call parser messages constrained"
     " utils"
     " model_executor base",

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
+NEXTN = "LlamaForCausalLMNextN"
 P_EAGLE = "P-EAGLE"  # a kind of heads of EAGLE3
 MASK_TOKEN = 5
 FILE = "model.safetensors"
@@ -77,6 +78,13 @@ def eagle_shapes(sizes: Sizes) -> Shapes:
         "layers.0.mlp.down_proj.weight": (dtype, [size, mlp]),
         "layers.0.post_attention_layernorm.weight": (dtype, [size]),
     }
+
+
+def nextn_shapes(sizes: Sizes) -> Shapes:
+    """Tensors of a layer for multi-token prediction, by plain names."""
+    size = [sizes.hidden]
+    names = ("embedding_norm", "hidden_norm", "layers.0.input_layernorm", "norm")
+    return eagle_shapes(sizes) | {f"{name}.weight": (torch.float32, size) for name in names}
 
 
 def eagle3_config(sizes: Sizes = SMALL) -> dict[str, Any]:
@@ -183,11 +191,15 @@ class Oracle:
     ) -> None:
         self.config = facts or json.loads((folder / "config.json").read_text())
         self.tensors = {
-            name.replace("midlayer.", "layers.0."): tensor
+            name.replace("midlayer.", "layers.0.")
+            .replace("mtp.pre_fc_norm_embedding", "embedding_norm")
+            .replace("mtp.pre_fc_norm_hidden", "hidden_norm")
+            .removeprefix("mtp."): tensor
             for name, tensor in (tensors or load_file(folder / FILE)).items()
         }
         self.embedding, self.output = embedding, output
         self.is_eagle3 = "layers.0.hidden_norm.weight" in self.tensors
+        self.is_nextn = "embedding_norm.weight" in self.tensors
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """The hidden input of a prompt's rows, of a target's hidden states."""
@@ -209,6 +221,10 @@ class Oracle:
             normed = self._norm(hidden, "layers.0.hidden_norm")
             x = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=1)
             residual = normed if self.config.get("norm_before_residual") else hidden
+        elif self.is_nextn:
+            both = [self._norm(embedded, "embedding_norm"), self._norm(hidden, "hidden_norm")]
+            residual = self._linear(torch.cat(both[:: self.config.get("order", 1)], dim=1), "fc")
+            x = self._norm(residual, "layers.0.input_layernorm")
         else:
             x = residual = self._linear(torch.cat((embedded, hidden), dim=1), "fc")
         for layer in range(1 + max(int(n.split(".")[1]) for n in self.tensors if "layers." in n)):
@@ -222,10 +238,12 @@ class Oracle:
                 gate * torch.sigmoid(gate) * up, f"{at}mlp.down_proj"
             )
         head = self.tensors.get("lm_head.weight", self.output)
-        if not self.is_eagle3:
+        if not (self.is_eagle3 or self.is_nextn):
             return residual, residual @ head.T
         last = self._norm(residual, "norm")
-        return (last if self.config.get("norm_output") else residual), last @ head.T
+        return (
+            last if self.is_nextn or self.config.get("norm_output") else residual
+        ), last @ head.T
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         x = x @ self.tensors[f"{name}.weight"].T

@@ -15,7 +15,7 @@ import torch
 
 from sglang.srt.messages.control import AbortReq, ContinueGenerationReq, PauseGenerationReq
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.processes.scheduler_process import make_resources
+from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.workers.tp_worker import TpModelWorker

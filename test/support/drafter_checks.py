@@ -24,8 +24,8 @@ import torch
 
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.runtime_config import drafter_needs
-from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.scheduling.request import HiddenStates
 from sglang.srt.speculative.drafter import ComputedStep

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 WORKING = (
     "--kv-cache-dtype auto",
+    "--tp 2",
+    "--tensor-parallel-size 2",
     "--speculative-draft-model-quantization unquant",
     "--enable-memory-saver",
     "--enable-weights-cpu-backup",
@@ -61,8 +63,6 @@ WITHOUT_EFFECT = (
     "--gpu-id-step 2",
 )
 REFUSED = (
-    "--tp 2",
-    "--tp-size 8",
     "--dp 2",
     "--pp-size 2",
     "--ep 2",
@@ -73,8 +73,8 @@ REFUSED = (
     "--torchao-config int4wo-128",
     "--enable-lora --lora-paths a=/x",
     "--attention-backend ascend",
-    "--speculative-algorithm NEXTN",
     "--speculative-algorithm MTP",
+    "--speculative-algorithm UNO",
     "--speculative-algorithm DFLASH",
     "--speculative-algorithm DSPARK",
     "--speculative-algorithm FROZEN_KV_MTP",
@@ -94,7 +94,7 @@ REFUSED = (
     "--tool-call-parser gpt-oss",
     "--reasoning-parser gpt-oss",
     "--reasoning-parser kimi",
-    "--tile-spec --speculative-algorithm NEXTN",
+    "--tile-spec --speculative-algorithm MTP",
     "--checkpoint-engine-wait-weights-before-ready",
     "--custom-weight-loader a.b",
     "--stream-output",

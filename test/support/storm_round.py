@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.runtime_config import drafter_needs
-from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.processes.worker_factory import check_kv, make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req

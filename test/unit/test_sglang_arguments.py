@@ -151,7 +151,7 @@ def test_values_of_the_table_are_none_of_the_flags_own_choices() -> None:
 
 
 def test_a_value_is_found_by_its_class() -> None:
-    assert class_of("speculative_algorithm", "nextn", True)[0] == REFUSED
+    assert class_of("speculative_algorithm", "mtp", True)[0] == REFUSED
     assert class_of("attention_backend", "FA3", True)[0] == NO_EFFECT
     assert class_of("warmups", "x", False)[0] == REFUSED  # the table does not name it
 
@@ -289,12 +289,12 @@ def test_flags_that_both_have_take_the_default_and_the_names_of_sglang(name: str
         ("--enable-metrics --kv-cache-dtype auto", None),
         ("--chunked-prefill-size -1", None),
         ("--chunked-prefill-size=-1", None),
-        ("--tp 4", "--tp 4: SGLang has this and this runtime does not"),
-        ("--tensor-parallel-size=4", "--tensor-parallel-size 4: SGLang has this"),
-        ("--tp=4", "start one server per device"),
+        ("--dp 4", "--dp 4: SGLang has this and this runtime does not"),
+        ("--data-parallel-size=4", "--data-parallel-size 4: SGLang has this"),
+        ("--dp=4", "start one server per device"),
         ("--quantization fp8", "--quantization fp8: SGLang has this"),
         ("--lora-paths a=b c=d", "--lora-paths a=b c=d: SGLang has this"),
-        ("--numa-node 0 --tp 2", "--tp 2: SGLang has this"),
+        ("--numa-node 0 --dp 2", "--dp 2: SGLang has this"),
         ("--attention-backend none", "--attention-backend none must be one of flashinfer, "),
         ("--model-checksum", "--model-checksum: SGLang has this"),
         ("--max-totl-tokens 5", "unknown flag --max-totl-tokens, did you mean --max-total-tokens?"),
@@ -345,8 +345,8 @@ def test_what_was_said_once_is_not_said_by_copies(caplog: pytest.LogCaptureFixtu
 
 
 def test_arguments_of_an_engine_follow_the_same_rule() -> None:
-    with pytest.raises(ValueError, match=r"^tp_size=2: SGLang has this"):
-        Engine(model_path="demo", tp_size=2)
+    with pytest.raises(ValueError, match=r"^dp_size=2: SGLang has this"):
+        Engine(model_path="demo", dp_size=2)
     with pytest.raises(TypeError, match="tensor_paralel"):
         Engine(model_path="demo", tensor_paralel=1)
     with pytest.raises(ModelPathError):  # the next thing that is looked at
@@ -366,6 +366,6 @@ def test_an_argument_outside_its_choices_is_refused_with_all_of_them(name: str) 
 def test_benchmarks_refuse_flags_too(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = importlib.import_module(f"sglang.{module}")
     with pytest.raises(SystemExit) as end:
-        found.main(["--model-path", "demo", "--tp", "2"])
+        found.main(["--model-path", "demo", "--dp", "2"])
     assert end.value.code == 2
-    assert "--tp 2: SGLang has this" in capsys.readouterr().err
+    assert "--dp 2: SGLang has this" in capsys.readouterr().err

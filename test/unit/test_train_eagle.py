@@ -207,7 +207,7 @@ def test_a_folder_reads_back_as_it_was_and_names_its_target(exported: Exported) 
     config: ModelConfig = load_model_config(str(exported.folder))
     assert (config.num_layers, config.rope.theta) == (1, SHAPE.rope_theta)
     assert config.context_len == SHAPE.max_position_embeddings
-    head: DraftHead = load_head(exported.folder, SHAPE)
+    head: DraftHead = load_head(exported.folder)
     assert read_taps(exported.folder) == exported.pair.taps
     assert torch.equal(head.target_ids, exported.pair.head.target_ids)
     for name, weight in exported.pair.head.state_dict().items():

@@ -1,4 +1,4 @@
-"""Reads the folder of a draft head: EAGLE and EAGLE-3, layers over a target; no torch."""
+"""Reads the folder of a draft head: EAGLE, EAGLE-3 or NEXTN, layers over a target; no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from sglang.srt.head_layouts import (
     LAYER_IDS,
     MASK_HIDDEN,
     MASK_TOKENS,
+    MISSING,
+    NATIVE,
+    NATIVE_NAMES,
+    NEXTN,
     OPTIONS,
-    RENAMED,
     SPECULATORS,
     SPECULATORS_TYPES,
     USED_ENTRIES,
     Layout,
     architecture_of,
     layout_of,
+    names_of,
     renamed,
 )
 from sglang.srt.head_taps import Taps, read_taps
@@ -35,13 +39,14 @@ from sglang.srt.model_config import (
     read_entries,
     resolve_model_path,
 )
+from sglang.srt.registry import FAMILY_DEFAULTS
 from sglang.srt.token_map import TOKEN_MAP, read_token_map
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 SELF = "layers.0.self_attn."
 OF_EAGLE3 = ("fc_norm", "norm_before_fc", "norm_before_residual", "carries_normed")
-FLAGS = {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # values of --speculative-algorithm
+FLAGS = {EAGLE: "EAGLE", EAGLE3: "EAGLE3", NEXTN: "NEXTN"}  # values of --speculative-algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +68,15 @@ class MaskInput:
 class DraftHeadConfig(ModelConfig):
     """Describes a head, however its folder is laid out: the shape of its layers, and the rest.
 
-    `architecture` is EAGLE or EAGLE3, and `num_layers` follows from the tensors, where there are.
+    `architecture` is EAGLE, EAGLE3 or NEXTN. `num_layers` follows from the tensors, if there are.
 
     Attributes:
         layout: the form of its config.json.
         target: folder of the model that it drafts for.
         target_hidden_size: of that model's hidden states.
-        taps: of an EAGLE-3 head, which of them it reads; EAGLE reads the last, normalized ones.
+        taps: of an EAGLE-3 head, which of them it reads; others read the last, normalized ones.
+        names: beginnings of tensors' names in its files, each with the head's.
+        only: see `CheckpointNames`; empty for a head with files of its own.
         draft_vocab_size: tokens of its own; None if they are the target's.
         own_embedding, own_output: it has an embedding, an output head.
         qkv_bias, output_bias, mlp_bias, qk_norm: see `DecoderSpec`.
@@ -88,6 +95,8 @@ class DraftHeadConfig(ModelConfig):
     target: Path
     target_hidden_size: int
     taps: Taps | None
+    names: tuple[tuple[str, str], ...]
+    only: tuple[str, ...]
     draft_vocab_size: int | None
     own_embedding: bool
     own_output: bool
@@ -126,7 +135,7 @@ def load_head_config(
     """Reads the config.json of a head, and the names and shapes of its tensors, if they are there.
 
     Args:
-        architecture: EAGLE or EAGLE3; published folders may not say which they are.
+        architecture: EAGLE, EAGLE3 or NEXTN; published folders may not say which they are.
         target: the model that it drafts for.
         token_map: file of the only target ids that it drafts, see `read_token_map`.
         flag: what named the path.
@@ -140,8 +149,12 @@ def load_head_config(
     entries, shapes = read_entries(folder), read_shapes(folder)
     layout = _checked_layout(folder, entries, shapes, architecture)
     flat = _flat(folder, entries)
+    if architecture == NEXTN:
+        _check_family(folder, flat, shapes)
     config = parse_model_config(folder, {**flat, "architectures": [architecture]})
-    stored = {renamed(name, RENAMED[architecture]): name for name in shapes}
+    names = names_of(architecture, shapes)
+    only = _only_names(architecture, shapes, names)
+    stored = {renamed(name, names): name for name in shapes if not only or name.startswith(only)}
     facts = _facts(config, layout, frozenset(stored))
     taps = None
     if architecture == EAGLE3:
@@ -160,7 +173,9 @@ def load_head_config(
         target=target.path,
         taps=taps,
         mask=_mask_input(config, shapes.get(stored.get(MASK_HIDDEN, ""), (1, 1)), layout),
-        unused=_unused(entries),
+        names=names,
+        only=only,
+        unused=() if only else _unused(entries),
         hot_token_ids=hot_token_ids,
     )
     check_fits(head, target.vocab_size, target.hidden_size)
@@ -196,6 +211,14 @@ def _checked_layout(
             other kind.
     """
     layout, name = layout_of(entries, tensors), architecture_of(entries)
+    if architecture == NEXTN and not (layout and layout.kind == NEXTN):
+        if tensors:
+            raise ModelPathError(
+                f"{folder} has no layer of its own for multi-token prediction (tensors mtp.,"
+                " model.mtp_layers. or eh_proj); name one that was trained for the model with"
+                " --speculative-draft-model-path, or use another --speculative-algorithm."
+            )
+        return NATIVE
     problem = ""
     if layout is None:
         table, said = ARCHITECTURES, f"architecture {name!r}"
@@ -218,6 +241,33 @@ def _checked_layout(
     if problem or layout is None:
         raise ModelPathError(f"{folder / 'config.json'} cannot be used: {problem}.")
     return layout
+
+
+def _only_names(
+    architecture: str, tensors: Mapping[str, Any], names: tuple[tuple[str, str], ...]
+) -> tuple[str, ...]:
+    """Returns the beginnings of the names of a head's tensors in the files of a whole model; none
+    where the head has files of its own."""
+    if architecture != NEXTN or "model.embed_tokens.weight" not in tensors:
+        return ()
+    numbered = (name for name, _ in names if name.startswith("model.layers."))
+    return (*NATIVE_NAMES, *numbered)
+
+
+def _check_family(folder: Path, entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ModelPathError: for a layer of a family that is not here; the text names the reason.
+    """
+    family = entries.get("model_type")
+    reasons = [reason for part, reason in MISSING.items() if any(part in it for it in tensors)]
+    if family not in FAMILY_DEFAULTS or reasons:
+        why = " and ".join(reasons) or "a form of its own"
+        raise ModelPathError(
+            f"{folder / 'config.json'} cannot be used: the layer for multi-token prediction (NEXTN)"
+            f" of the family {family!r} has {why}, which is not here; use a dense one of"
+            f" {', '.join(FAMILY_DEFAULTS)}."
+        )
 
 
 def _flat(folder: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,8 +326,9 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
     Raises:
         ModelPathError: for entries that cannot be met.
     """
-    is_eagle3 = config.architecture == EAGLE3
-    attention_bias = config.flag("attention_bias")
+    is_eagle3, is_nextn = (config.architecture == kind for kind in (EAGLE3, NEXTN))
+    # Of NEXTN it is the target's, whose family may mean fewer biases.
+    attention_bias = config.flag("attention_bias") and not (is_nextn and names)
     size = config.integer("target_hidden_size", config.hidden_size, minimum=1)
     target_hidden_size = config.hidden_size if size is None else size
     draft_vocab_size = config.integer("draft_vocab_size", None, minimum=1)
@@ -310,7 +361,7 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
             raise config.refusal(f"{wrong[0]} is of heads of EAGLE-3; is this one?")
     if facts["fc_norm"] and facts["norm_before_fc"]:
         raise config.refusal("fc_norm and norm_before_fc are both true, but a head has one of them")
-    if layout.maker == "speculators" and "norm_before_residual" not in config.hf:
+    if is_eagle3 and layout.maker == "speculators" and "norm_before_residual" not in config.hf:
         raise config.refusal(
             "norm_before_residual is missing, which speculators reads as false and vLLM as true;"
             " write what it was trained with"
@@ -353,7 +404,10 @@ def _mask_input(config: ModelConfig, shape: tuple[int, ...], layout: Layout) -> 
 def _num_layers(config: ModelConfig, layout: Layout, names: frozenset[str]) -> int:
     """Counts layers by the tensors. Without them only speculators' entry says how many there are:
     in others it may be the target's."""
+    is_nextn = config.architecture == NEXTN
     if not names:
+        if is_nextn:
+            return 1
         return config.num_layers if layout.maker == "speculators" else 1
     if "fc.weight" not in names:
         raise config.refusal(
@@ -363,4 +417,9 @@ def _num_layers(config: ModelConfig, layout: Layout, names: frozenset[str]) -> i
     layers = {int(found[1]) for name in names if (found := LAYER.match(name))}
     if sorted(layers) != list(range(max(1, len(layers)))):
         raise config.refusal(f"the files have layers {sorted(layers)}, not all from 0 on")
+    if is_nextn and layers != {0}:
+        raise config.refusal(
+            f"the files have {len(layers)} layers for multi-token prediction, but only one"
+            " drafts here"
+        )
     return len(layers)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
+NEXTN = "LlamaForCausalLMNextN"  # a layer of the model itself for multi-token prediction
 MASK_HIDDEN = "mask_hidden"
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of one entry
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -20,9 +22,10 @@ class Layout:
 
     Attributes:
         maker: who writes it, for people.
-        kind: EAGLE or EAGLE3; None: --speculative-algorithm says which.
+        kind: EAGLE, EAGLE3 or NEXTN; None: --speculative-algorithm says which.
         problem: says why no drafter here takes it; empty if one does.
         qkv_bias: the projections to queries, keys and values have biases, whatever entries say.
+        hidden_first: the projection of NEXTN reads the hidden state before the embedding.
         has_masks: drafts all tokens but the first in one pass, from mask tokens (P-EAGLE).
     """
 
@@ -30,6 +33,7 @@ class Layout:
     kind: str | None = None
     problem: str = ""
     qkv_bias: bool = False
+    hidden_first: bool = False
     has_masks: bool = False
 
 
@@ -40,7 +44,7 @@ def _without_drafter(maker: str, drafts: str) -> Layout:
 P_EAGLE = Layout("P-EAGLE", EAGLE3, has_masks=True)
 DFLASH = _without_drafter("DFlash", "drafts a block of tokens in one pass from mask states")
 DSPARK = _without_drafter("DSpark", "drafts a block and corrects it by a Markov head")
-NEXTN = _without_drafter("NEXTN", "is the model's own layer for multi-token prediction (MTP)")
+NATIVE = Layout("NEXTN", NEXTN)
 
 # By the first entry of `architectures`.
 ARCHITECTURES = {
@@ -49,6 +53,7 @@ ARCHITECTURES = {
     EAGLE: Layout("SGLang", EAGLE),
     "EagleLlamaForCausalLM": Layout("vLLM", EAGLE),
     EAGLE3: Layout("SpecForge", EAGLE3),
+    NEXTN: NATIVE,
     "Eagle3LlamaForCausalLM": Layout("vLLM", EAGLE3),
     "DFlashDraftModel": DFLASH,
     "Qwen3DSparkModel": DSPARK,
@@ -62,7 +67,7 @@ SPECULATORS_TYPES = {
     "dflash": DFLASH,
     "dflash2": DFLASH,
     "dspark": DSPARK,
-    "mtp": NEXTN,
+    "mtp": Layout("speculators", NEXTN),
 }
 # Entries and tensors that say more than a class does; the first one that is there counts.
 MARKS = {
@@ -70,7 +75,8 @@ MARKS = {
     "markov_head.markov_w1.weight": DSPARK,
     "dflash_config": DFLASH,
     **dict.fromkeys((*MASK_TOKENS, MASK_HIDDEN), P_EAGLE),
-    "mtp.fc.weight": NEXTN,
+    "mtp.fc.weight": Layout("Qwen3-Next", NEXTN),
+    "model.mtp_layers.0.input_proj.weight": Layout("MiMo", NEXTN, hidden_first=True),
 }
 MTP_NAMES = ("MTP", "NextN")  # in names of classes
 # Beginnings of a tensor's name, each with what the head calls it; by kind, one after the other.
@@ -83,6 +89,32 @@ RENAMED = {
         ("aux_norm_mid.", "fc_norm.1."),
         ("aux_norm_high.", "fc_norm.2."),
     ),
+    NEXTN: (
+        ("model.mtp_layers.", "layers."),
+        ("mtp_layers.", "layers."),
+        ("mtp.pre_fc_norm_embedding.", "embedding_norm."),
+        ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
+        ("mtp.", ""),
+        ("layers.0.token_layernorm.", "embedding_norm."),
+        ("layers.0.hidden_layernorm.", "hidden_norm."),
+        ("layers.0.input_proj.", "fc."),
+        ("layers.0.final_layernorm.", "norm."),
+        ("layers.0.enorm.", "embedding_norm."),
+        ("layers.0.hnorm.", "hidden_norm."),
+        ("layers.0.eh_proj.", "fc."),
+        ("layers.0.shared_head.norm.", "norm."),
+        ("layers.0.shared_head.head.", "lm_head."),
+        ("layers.0.embed_tokens.", "embed_tokens."),
+    ),
+}
+# Beginnings of tensors of NEXTN in a model's own files; DeepSeek and GLM number them on, see below.
+NATIVE_NAMES = ("mtp.", "model.mtp_layers.")
+NUMBERED_ON = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
+# Parts of the names of a layer's tensors, and what no layer here has.
+MISSING = {
+    ".experts.": "a mixture of experts",
+    ".kv_a_proj": "latent attention (MLA)",
+    ".linear_attn.": "linear attention",
 }
 # Entries that are read; others are named in the start-up summary.
 USED_ENTRIES = frozenset(
@@ -107,8 +139,23 @@ def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout 
     for name, layout in MARKS.items():
         if entries.get(name) is not None or name in tensors:
             return layout
+    if numbered_on(tensors):
+        return Layout("DeepSeek", NEXTN)
     name = architecture_of(entries)
-    return NEXTN if any(mark in name for mark in MTP_NAMES) else ARCHITECTURES.get(name)
+    return NATIVE if any(mark in name for mark in MTP_NAMES) else ARCHITECTURES.get(name)
+
+
+def numbered_on(names: Iterable[str]) -> tuple[int, ...]:
+    """Returns the numbers of layers for multi-token prediction that follow a model's own layers, as
+    DeepSeek and GLM have them."""
+    return tuple(sorted(int(found[1]) for name in names if (found := NUMBERED_ON.fullmatch(name))))
+
+
+def names_of(kind: str, tensors: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Returns beginnings of a tensor's name, each with what a head of this kind calls it."""
+    numbers = numbered_on(tensors) if kind == NEXTN else ()
+    numbered = ((f"model.layers.{it}.", f"layers.{at}.") for at, it in enumerate(numbers))
+    return (*numbered, *RENAMED[kind])
 
 
 def head_mark(entries: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sglang.srt.plain_files import UnreadableFileError, read_json
 from sglang.srt.registry import FAMILY_DEFAULTS, HEADS, MODELS
 from sglang.srt.rope_config import RopeConfig, parse_rope
+from sglang.srt.shard import WHOLE, Shard
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
@@ -18,7 +19,11 @@ MAX_SIZE = 1 << 24  # more than any model has of anything
 MAX_LAYERS = 1024  # more than any model has
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
-DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
+DEMO_HEADS = {
+    "demo-eagle": "tiny-code-eagle",
+    "demo-eagle3": "tiny-code-eagle3",
+    "demo-nextn": "tiny-code-nextn",
+}
 DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
 GENERATION_CONFIG = "generation_config.json"
@@ -45,6 +50,8 @@ class ModelConfig:
             family needs beside this.
         generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
+        shard: the part of the weights and of the KV that this process holds. All sizes here are of
+            the whole model.
     """
 
     path: Path
@@ -66,6 +73,7 @@ class ModelConfig:
     hf: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    shard: Shard = WHOLE
 
     @property
     def remark(self) -> str:
@@ -123,7 +131,7 @@ class ModelConfig:
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
     """The directory that a flag, or a field of a call, names; `demo` is a bundled model,
-    `demo-eagle` and `demo-eagle3` are draft heads for it, `demo-draft` is a draft model.
+    `demo-eagle`, `demo-eagle3` and `demo-nextn` are heads for it, `demo-draft` is a draft model.
 
     Raises:
         ModelPathError: if there is no such directory.

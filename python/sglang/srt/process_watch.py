@@ -126,6 +126,15 @@ class ProcessWatch:
                     return process.stop
         return None
 
+    def stopped_for(self, seconds: float, *roles: str) -> str | None:
+        """Names the first of these processes that has been stopped for so long."""
+        with self._lock:
+            for process in self._chosen(roles):
+                self._update(process)
+                if process.stop is not None and process.stopped_s >= seconds:
+                    return f"The {process.role} process has been stopped"
+        return None
+
     def all_beat(self, *roles: str) -> bool:
         """Tells whether each of these processes has begun to beat, and none is stopped now."""
         if self.stopped(*roles) is not None:

@@ -148,6 +148,7 @@ MODELS = Registry(
     "model architecture",
     {
         "LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM",
+        "MiMoForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
         "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
@@ -175,6 +176,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "mimo": {"architectures": ["MiMoForCausalLM"], **_QWEN},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_QWEN},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, **_QWEN},
 }
@@ -183,5 +185,6 @@ HEADS = Registry(
     {
         "LlamaForCausalLMEagle": "sglang.srt.models.llama_eagle:LlamaForCausalLMEagle",
         "LlamaForCausalLMEagle3": "sglang.srt.models.llama_eagle3:LlamaForCausalLMEagle3",
+        "LlamaForCausalLMNextN": "sglang.srt.models.llama_nextn:LlamaForCausalLMNextN",
     },
 )

@@ -203,7 +203,13 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         choices=tuple(ATTENTION_BACKENDS.names),
     )
     disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")
-    num_threads: int | None = flag(None, "Torch threads of the scheduler on a CPU.")
+    tp_size: int = flag(
+        1,
+        "Ranks that hold the model together, each a part of its weights and of the KV: that many"
+        " processes, each with a GPU, or with its share of a CPU's cores.",
+        aliases=("--tp", "--tensor-parallel-size"),
+    )
+    num_threads: int | None = flag(None, "Torch threads of each rank on a CPU.")
     random_seed: int | None = flag(None, "Seed for requests that bring no sampling_seed.")
 
     # Multi-token prediction
@@ -296,8 +302,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
 
-    # Launchers read and pass these; there is one rank, and another value is refused.
-    tp_size: int = 1
+    # Launchers read and pass these; another value is refused.
     dp_size: int = 1
     pp_size: int = 1
     ep_size: int = 1

@@ -48,7 +48,7 @@ FORMER: dict[str, Any] = {
     "stream_output": [["--stream-output"], 0, False],
     "torchao_config": [["--torchao-config"], 1, ""],
 }
-MORE_NAMES = {"tp_size": ["--tp"], "dp_size": ["--dp"], "pp_size": ["--pp"]}
+MORE_NAMES = {"dp_size": ["--dp"], "pp_size": ["--pp"]}
 
 _WORKS = (
     Entry(
@@ -267,7 +267,7 @@ _DETERMINISM = (
 _REFUSED = (
     Entry(
         _ONE_DEVICE,
-        "tp_size dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
+        "dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
         " moe_dp_size dwdp_size enable_prefill_cp use_ray",
     ),
     Entry(
@@ -327,9 +327,9 @@ _REFUSED = (
         "enable_lora lora_paths",
     ),
     Entry(
-        f"no model here has layers of its own that draft (MTP); {_DRAFTERS}",
+        f"use NEXTN with a model's own layer for multi-token prediction; else {_DRAFTERS}",
         "speculative_algorithm",
-        ("NEXTN", "MTP", "FROZEN_KV_MTP"),
+        ("MTP", "FROZEN_KV_MTP"),
     ),
     Entry(
         f"no drafter here drafts blocks from mask states; {_DRAFTERS}",

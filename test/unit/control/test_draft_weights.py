@@ -385,6 +385,9 @@ def test_weights_of_the_draft_model_are_noted_compared_and_reset(paths: dict[str
     assert harness.ask(CheckWeightsReq, action="snapshot").success
     reply = harness.ask(CheckWeightsReq, action="compare", selector="draft")
     assert "no snapshot of these weights" in reply.message
+    assert harness.ask(CheckWeightsReq, action="compare").success
+    reply = harness.ask(CheckWeightsReq, action="compare", selector="all")
+    assert "with action snapshot and selector all first" in reply.message
 
 
 def test_weights_of_a_draft_model_are_refused_where_there_is_none(paths: dict[str, Path]) -> None:

@@ -24,6 +24,9 @@ EAGLE3 = "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-eag
 BY_EMA = "--speculative-adaptive --speculative-adaptive-strategy ema"
 NGRAM = "--speculative-algorithm NGRAM"
 BOTH = "--speculative-algorithm EAGLE3,NGRAM --speculative-draft-model-path demo-eagle3"
+A_MODEL_AND_NGRAM = (
+    "--speculative-algorithm STANDALONE,NGRAM --speculative-draft-model-path demo-draft"
+)
 # Words of a command line behind `--model-path demo --device cpu`, and what the line says.
 WRONG = {
     "--speculative-algorithm EAGLE4": "EAGLE4 is unknown; there are EAGLE, EAGLE3",
@@ -33,10 +36,10 @@ WRONG = {
     "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use"
     " --speculative-algorithm EAGLE3.",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path demo-eagle": "use"
-    " --speculative-algorithm EAGLE or EAGLE3",
-    "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3 or"
-    " STANDALONE; ",
-    "--speculative-adaptive-config aggressive": "-algorithm EAGLE, EAGLE3 or STANDALONE; ",
+    " --speculative-algorithm EAGLE, EAGLE3 or NEXTN",
+    "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3,"
+    " NEXTN or STANDALONE; ",
+    "--speculative-adaptive-config aggressive": "-algorithm EAGLE, EAGLE3, NEXTN or STANDALONE; ",
     "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-draft": "a draft model"
     " takes --speculative-algorithm STANDALONE",
     f"{EAGLE3} --speculative-num-steps 0": "-num-steps 0 must be a whole number from 1 to",
@@ -56,12 +59,17 @@ WRONG = {
     f"{EAGLE3} --tile-spec --max-running-requests 513": "lower --max-running-requests",
     f"{EAGLE3} --tile-spec-cache-dir x": "needs --tile-spec",
     f"{EAGLE3} --speculative-ngram-capacity 5": "needs --speculative-algorithm NGRAM",
-    f"{BOTH} --speculative-eagle-topk 2": "leave it out: NGRAM beside another drafter",
-    f"{BOTH} --speculative-ngram-max-bfs-breadth 2": "leave it out: NGRAM beside another drafter",
+    f"{BOTH} --speculative-eagle-topk 2": "-algorithm EAGLE3,NGRAM does not take"
+    " --speculative-eagle-topk; leave it out: two drafters on one server draft chains.",
+    f"{BOTH} --speculative-ngram-max-bfs-breadth 2": "leave it out: two drafters on one server",
     f"{BOTH} --speculative-ngram-capacity 1": "must be a whole number from 2 to",
     "--speculative-algorithm EAGLE3,NGRAM": "name the folder of a head",
     "--speculative-algorithm EAGLE3,STANDALONE": "name one of them, or one and NGRAM",
-    "--speculative-algorithm EAGLE3,PHOENIX": "is unknown; there are",
+    "--speculative-algorithm EAGLE3,PHOENIX": "-algorithm PHOENIX is unknown; there are",
+    f"{A_MODEL_AND_NGRAM} --speculative-token-map m.json": "does not take --speculative-token-map;"
+    " leave it out.",
+    "--speculative-algorithm EAGLE3,": "-algorithm EAGLE3, lacks a name beside a comma; name",
+    "--speculative-algorithm NGRAM,NGRAM": "NGRAM,NGRAM names one drafter twice; name it once.",
     f"{NGRAM} --speculative-draft-model-path demo-eagle3": "leave it out",
     f"{NGRAM} --speculative-ngram-max-trie-depth 65": "must be a whole number from 1 to 64",
     f"{NGRAM} --speculative-ngram-capacity 1": "must be a whole number from 2 to",

@@ -67,17 +67,18 @@ def test_every_server_takes_a_request_without_drafts(value: Any, info: Any) -> N
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        ({"speculative": 3}, "speculative: must be an object"),
+        ({"speculative": 3}, 'speculative: must be an object, such as {"enabled": false}.'),
         ({"speculative": {"enabled": 1}}, "speculative.enabled: expected bool, got int"),
         ({"speculative": {"max_drafts": -1}}, "speculative.max_drafts: expected int >= 0"),
         ({"speculative": {"max_drafts": 1.5}}, "speculative.max_drafts: expected int"),
         ({"speculative": {"max_drafts": 2**63}}, "speculative.max_drafts: "),
-        ({"speculative": {"on": True}}, "speculative.on: is not a known field"),
+        ({"speculative": {"on": 1}}, "speculative.on: is none of enabled, max_drafts and drafter."),
         (
             {"speculative": {"drafter": "x"}},
-            "speculative.drafter: the server has no 'x', but eagle and ngram.",
+            "speculative.drafter: the server has no drafter 'x'; name eagle or ngram, or leave it"
+            " out.",
         ),
-        ({"custom_params": {"speculative": {"on": 1}}}, "custom_params.speculative.on: is not a"),
+        ({"custom_params": {"speculative": {"on": 1}}}, "custom_params.speculative.on: is none"),
         ({"speculative": TWO, "custom_params": {"speculative": OFF}}, "custom_params.speculative:"),
     ],
     ids=str,

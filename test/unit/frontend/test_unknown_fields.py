@@ -76,6 +76,12 @@ def test_generate_ignores_unknown_fields_where_it_is_told_to() -> None:
     assert caught.value.field == "sampling_params.wish"
 
 
+@pytest.mark.parametrize("name", ["temperature", "speculative"])
+def test_generate_says_where_a_sampling_parameter_belongs(name: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{name}: is a field of sampling_params\.$"):
+        check_generate_request({"text": "x", name: 0}, WITH_MTP)
+
+
 def test_completions_ignore_unknown_fields_unless_told_to_refuse_them() -> None:
     fields = {"wish": 1, "stream_options": {"include_usage": True, "include_obfuscation": True}}
     request = parsed(UnknownFields(False), **fields)

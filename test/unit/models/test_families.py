@@ -115,7 +115,7 @@ def test_every_registered_family_is_tested() -> None:
         AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))].__name__
         for model_type, _ in FAMILIES.values()
     }
-    assert tested == set(MODELS.names)
+    assert tested == set(MODELS.names) - {"MiMoForCausalLM"}  # Qwen2's class
 
 
 @pytest.mark.long_matrix

@@ -65,7 +65,7 @@ BLOCK = {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_la
         ({"speculators_model_type": "dflash", "mask_token_id": 7}, "DFlash"),
         ({"speculators_model_type": "dflash2"}, "DFlash"),
         ({"speculators_model_type": "dspark"}, "DSpark"),
-        ({"speculators_model_type": "mtp"}, "NEXTN"),
+        ({"speculators_model_type": "mtp"}, "use --speculative-algorithm NEXTN"),
         ({"architectures": ["MiMoMTP"]}, "NEXTN"),
         ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, "NEXTN"),
         ({"speculators_model_type": "new"}, "speculators_model_type 'new' is of no head"),

@@ -22,7 +22,7 @@ from sglang.srt.messages.requests import (
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.srt.processes import scheduler_process
+from sglang.srt.processes import model_parts, scheduler_process
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_drafter
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -65,7 +65,7 @@ def started(
 
     addresses, directory = IpcAddresses.create()
     try:
-        with registered(), mock.patch.object(scheduler_process, "resolve", resolved):
+        with registered(), mock.patch.object(model_parts, "resolve", resolved):
             inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
             yield *scheduler_process.build(args, addresses, inbox), addresses
     finally:

@@ -629,6 +629,6 @@ def test_an_unknown_name_is_refused_with_kind_and_known_names() -> None:
 
 def test_a_rank_that_a_launcher_sets_later_is_refused(model: ModelConfig) -> None:
     args = ServerArgs(model_path=str(model.path))
-    args.tp_size = 2
-    with pytest.raises(ConfigError, match="--tp-size 2 must be a whole number from 1 to 1"):
+    args.dp_size = 2
+    with pytest.raises(ConfigError, match="--dp-size 2 must be a whole number from 1 to 1"):
         resolve(args, PLATFORM, model, Environ())

@@ -129,7 +129,10 @@ def test_a_head_may_be_left_out_where_attention_reads_where_its_kv_starts(
     ("flags", "said"),
     [
         ({"algorithm": "STANDALONE"}, f"--speculative-algorithm STANDALONE needs {PATH}"),
-        ({"algorithm": "EAGEL"}, "EAGEL is unknown; there are EAGLE, EAGLE3, STANDALONE and NGRAM"),
+        (
+            {"algorithm": "EAGEL"},
+            "EAGEL is unknown; there are EAGLE, EAGLE3, NEXTN, STANDA",
+        ),
         ({"algorithm": "EAGLE"}, f"--speculative-algorithm EAGLE needs {PATH}"),
         (
             {"algorithm": "EAGLE", "num_steps": 0},
@@ -151,7 +154,7 @@ def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any],
     assert said in refusal(target, **flags)
 
 
-HEADS, NGRAM = {"EAGLE", "EAGLE3"}, {"NGRAM"}
+HEADS, NGRAM = {"EAGLE", "EAGLE3", "NEXTN"}, {"NGRAM"}
 TAKERS = {  # of flags that not every algorithm takes
     "speculative_draft_model_path": HEADS | {"STANDALONE"},
     "speculative_draft_model_revision": HEADS | {"STANDALONE"},

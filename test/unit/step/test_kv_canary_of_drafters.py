@@ -20,7 +20,7 @@ from sgl_kernel import ConfirmedDrafts, KVAddresses
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.model_executor.runner_group import make_runners
-from sglang.srt.processes.scheduler_process import make_resources
+from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds

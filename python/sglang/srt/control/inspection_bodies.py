@@ -55,7 +55,7 @@ class CheckWeightsReqInput(msgspec.Struct, kw_only=True):
             them.
         selector: the models whose weights are noted, compared or reset. By default the target alone
             is noted and reset, since trainers reset what they send, and all that was noted is
-            compared.
+            compared. A snapshot replaces the one before.
     """
 
     action: Literal["snapshot", "compare", "reset", "reset_tensors"]

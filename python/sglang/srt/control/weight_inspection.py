@@ -78,6 +78,15 @@ class WeightInspection:
         if not names:
             self._answer(message.call_id, NO_DRAFT_MODEL)
             return
+        asked = {name.startswith(DRAFT) for name in names} if message.selector else set()
+        noted = {name.startswith(DRAFT) for name in self._snapshot or {}}
+        if message.action == "compare" and not asked <= noted:
+            problem = (
+                "There is no snapshot of these weights, or a later one has replaced it; call with"
+                f" action snapshot and selector {selector} first."
+            )
+            self._answer(message.call_id, self._state.unusable or problem)
+            return
         actions[message.action](message.call_id, names)
 
     def _take_snapshot(self, call_id: int, names: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ CHILD_MODULES: Mapping[str, str] = {
     "scheduler": "sglang.srt.processes.scheduler_process",
     "detokenizer": "sglang.srt.processes.detokenizer_process",
 }
+RANK_MODULE = "sglang.srt.processes.rank_process"
 # OpenMP threads sleep when there is nothing to do: spinning ones of two busy processes on few cores
 # slow each other down by an order of magnitude. They spin first for about 0.2 ms (5,000 pauses),
 # long enough to be awake for the next operation of a step.
@@ -23,6 +24,8 @@ CHILD_ENVIRON = {
     "GOMP_SPINCOUNT": "5000",
     "KMP_BLOCKTIME": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # Ranks do without the multicast of NVLink.
+    "NCCL_NVLS_ENABLE": "0",
 }
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
-from sglang.srt.entrypoints.children import CHILD_MODULES, Child
+from sglang.srt.entrypoints.children import CHILD_MODULES, RANK_MODULE, Child
 from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.environ import Environ
@@ -49,6 +49,7 @@ from sglang.srt.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+RANK_STOP_S = 3.0  # a rank may be stopped for so long
 POLL_MS = 20
 
 TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
@@ -82,6 +83,7 @@ class ProcessTree:
         self._on_end = on_end
         self._waiting = waiting or {}
         self.watch = ProcessWatch(server_args.watchdog_timeout)
+        self._ranks = [f"rank {rank}" for rank in range(1, server_args.tp_size)]
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -107,17 +109,22 @@ class ProcessTree:
             LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
         """
         start = time.monotonic()
-        roles = " and the ".join(CHILD_MODULES)
+        roles = " and the ".join([*CHILD_MODULES, *self._ranks])
         logger.info("%s: starting the %s.", self._server_args.model_path, roles)
         receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
             self.addresses.launcher, ToLauncher
         )
         try:
             with self._lock:
+                first_gpu = self._server_args.base_gpu_id
+                # Ranks come first: when one ends, that ends the scheduler, which is rank 0, too.
+                for rank, role in enumerate(self._ranks, start=1):
+                    if not self._stopping.is_set():
+                        self._configure(role, Child(RANK_MODULE, first_gpu + rank), rank)
                 for role, module in CHILD_MODULES.items():
                     if not self._stopping.is_set():
                         child = self._waiting.get(role)
-                        self._configure(role, child or Child(module, self._server_args.base_gpu_id))
+                        self._configure(role, child or Child(module, first_gpu))
             return self._wait_ready(receiver, start)
         finally:
             receiver.close()
@@ -146,12 +153,12 @@ class ProcessTree:
             self.watch.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _configure(self, role: str, child: Child) -> None:
+    def _configure(self, role: str, child: Child, rank: int = 0) -> None:
         """Tells a child what to do."""
         reading, writing = child.beats
         self._children[role] = child.process
         self.watch.add(role, child.process.pid, reading)
-        config = ChildConfig(public_fields(self._server_args), self.addresses, writing)
+        config = ChildConfig(public_fields(self._server_args), self.addresses, writing, rank)
         try:
             child.tell(msgspec.json.encode(config))
         except BrokenPipeError:
@@ -160,13 +167,13 @@ class ProcessTree:
     def _wait_ready(
         self, receiver: Receiver[ProcessReady | ProcessFailed], start: float
     ) -> SchedulerInfo:
-        waiting, info = set(CHILD_MODULES), None
+        waiting, info = {*CHILD_MODULES, *self._ranks}, None
         while waiting:
             if self._stopping.is_set():
                 raise LaunchError("The start was interrupted.")
             if not receiver.poll(POLL_MS):
                 self._raise_if_dead(receiver)
-                if reason := self.watch.overdue():
+                if reason := self._stopped_rank() or self.watch.overdue():
                     raise LaunchError(f"{reason} while starting.")
                 continue
             for message in receiver.drain():
@@ -196,10 +203,18 @@ class ProcessTree:
             with self._lock:
                 if self._stopping.is_set():
                     return
-                reason = self._end_of_a_child() or self.watch.overdue()
+                reason = self._end_of_a_child() or self._stopped_rank() or self.watch.overdue()
             if reason is not None:
                 self._on_end(reason)
                 return
+
+    def _stopped_rank(self) -> str | None:
+        """Names a rank that has been stopped for too long; None where there is none. The others
+        wait for it, so no request would ever end."""
+        if not self._ranks:
+            return None
+        stop = self.watch.stopped_for(RANK_STOP_S, *self._ranks)
+        return None if stop is None else f"{stop} for {RANK_STOP_S:g} s, and the others wait for it"
 
     def _end_of_a_child(self) -> str | None:
         """Names the child that has ended, and how; None while all live."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.frontend.large_bodies import NO_OBJECT, decode_body
 from sglang.srt.frontend.request_limits import RequestLimits
-from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
+from sglang.srt.frontend.unknown_fields import NOT_KNOWN, REFUSED, UnknownFields
 from sglang.srt.garbage import paused_collections
 from sglang.srt.sglang_surface import is_neutral
 
@@ -162,14 +162,19 @@ def check_known_fields(
     unsupported: Mapping[str, tuple[Any, ...]],
     prefix: str,
     unknown: UnknownFields = REFUSED,
+    reason: Callable[[str], str] = lambda _: NOT_KNOWN,
 ) -> None:
     """Handles unknown fields, and refuses `unsupported` ones whose value asks for something; see
-    `struct_of`."""
+    `struct_of`.
+
+    Args:
+        reason: what is wrong with an unknown field of this name, as a predicate of it.
+    """
     for name, value in fields.items():
         if name in handled:
             continue
         if name not in unsupported:
-            unknown.meet(prefix + shorten(name))
+            unknown.meet(prefix + shorten(name), reason(name))
         elif not is_neutral(value, unsupported[name]):
             raise field_error(prefix + name, "is not supported here; leave it out")
 

@@ -27,9 +27,11 @@ from sglang.srt.frontend.request_limits import (
 )
 from sglang.srt.frontend.sampling_validation import (
     RETURN_KEPT,
+    SAMPLING_FIELDS,
     check_sampling_params,
     check_stop_sizes,
 )
+from sglang.srt.frontend.unknown_fields import NOT_KNOWN
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import is_neutral, neutral_fields
@@ -196,7 +198,8 @@ def check_generate_request(
     """
     fields = require_object(body)
     known = GenerateReqInput.__struct_fields__
-    check_known_fields(fields, known, neutral_fields("generate"), "", limits.unknown_fields)
+    neutral, unknown = neutral_fields("generate"), limits.unknown_fields
+    check_known_fields(fields, known, neutral, "", unknown, _where_it_belongs)
     given = {k: v for k, v in fields.items() if k in known and not _is_default(k, v)}
     _check_one_kind_of_prompts(given, limits)
     request = convert_fields(given, GenerateReqInput)
@@ -222,6 +225,10 @@ def check_generate_request(
         for i, prompt in enumerate(prompts)
     ]
     return CheckedRequest(msgspec.structs.replace(request, sampling_params={}), checked, is_batch)
+
+
+def _where_it_belongs(name: str) -> str:
+    return "is a field of sampling_params" if name in SAMPLING_FIELDS else NOT_KNOWN
 
 
 def _is_default(name: str, value: Any) -> bool:

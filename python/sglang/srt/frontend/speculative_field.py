@@ -30,9 +30,10 @@ def read_speculative(fields: dict[str, Any], prefix: str, unknown: UnknownFields
     if value is None or isinstance(value, Speculative):
         return
     if not isinstance(value, dict):
-        raise field_error(prefix + SPECULATIVE, "must be an object")
+        raise field_error(prefix + SPECULATIVE, 'must be an object, such as {"enabled": false}')
     known, inner = Speculative.__struct_fields__, f"{prefix}{SPECULATIVE}."
-    check_known_fields(value, known, {}, inner, unknown)
+    reason = f"is none of {', '.join(known[:-1])} and {known[-1]}"
+    check_known_fields(value, known, {}, inner, unknown, lambda _: reason)
     given = {name: value[name] for name in known if value.get(name) is not None}
     fields[SPECULATIVE] = convert_fields(given, Speculative, inner)
 
@@ -51,5 +52,6 @@ def check_speculative(choice: Speculative, limits: RequestLimits, prefix: str) -
     if choice.drafter is not None and choice.drafter not in limits.drafters:
         raise field_error(
             f"{prefix}{SPECULATIVE}.drafter",
-            f"the server has no {shorten(choice.drafter)!r}, but {' and '.join(limits.drafters)}",
+            f"the server has no drafter {shorten(choice.drafter)!r}; name"
+            f" {' or '.join(limits.drafters)}, or leave it out",
         )

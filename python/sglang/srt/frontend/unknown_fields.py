@@ -10,6 +10,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_NAMES = 100  # clients choose the names, so the log must not grow with them
 
+NOT_KNOWN = "is not a known field"
+
 
 class UnknownFields:
     """Refuses unknown fields by name, or leaves them out and logs each name once.
@@ -21,7 +23,7 @@ class UnknownFields:
         self.are_refused = are_refused
         self._logged: set[str] = set()
 
-    def meet(self, field: str, reason: str = "is not a known field") -> None:
+    def meet(self, field: str, reason: str = NOT_KNOWN) -> None:
         """Handles an unknown field; `field` is printable and short.
 
         Raises:

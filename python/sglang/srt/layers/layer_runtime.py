@@ -70,10 +70,32 @@ class LayerOps(Protocol):
         """
 
 
-class LayerRuntime:
-    """Attention and operations over the KV pool."""
+class Collectives(Protocol):
+    """The operations of a layer that need all ranks. Every rank calls the same ones in the same
+    order; a model that one rank holds calls none."""
 
-    def __init__(self, ops: LayerOps, backend: AttentionBackend, kv_pool: MHATokenToKVPool) -> None:
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, of any shape, which may be in the place of x."""
+
+    def join(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """All ranks' columns x [S, its part of width] side by side: [S, width]."""
+
+
+class LayerRuntime:
+    """Attention and operations over the KV pool.
+
+    Args:
+        ranks: None: one rank holds the model.
+    """
+
+    def __init__(
+        self,
+        ops: LayerOps,
+        backend: AttentionBackend,
+        kv_pool: MHATokenToKVPool,
+        ranks: Collectives | None = None,
+    ) -> None:
+        self._ranks = ranks
         self._backend = backend
         self._kv_pool = kv_pool
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
@@ -86,6 +108,11 @@ class LayerRuntime:
         """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
         self._backend.plan(batch)
+
+    @property
+    def ranks(self) -> Collectives:
+        assert self._ranks is not None, "A part of a model, and no other ranks."
+        return self._ranks
 
     def rotation(self, table: torch.Tensor) -> torch.Tensor:
         """Makes the `rotation` of `attend` from `RotaryEmbedding.table`; once per step."""

@@ -1,4 +1,8 @@
-"""Layers of weights that know how a checkpoint stores them."""
+"""Layers of weights that know how a checkpoint stores them, and which part of them a rank holds.
+
+Ranks divide a layer's products so that it needs one sum over them for attention and one for the
+feed-forward part: outputs of the first product (`FusedLinear`), inputs of the second (`SumLinear`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import torch
 from torch import nn
 
 from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.shard import WHOLE, Cut, Shard
 
 
 class Linear(nn.Linear):
-    """A linear layer whose product the runtime computes."""
+    """A linear layer whose product the runtime computes. Each rank has all of it."""
 
     def reset_parameters(self) -> None:
         """Leaves the weights unset; the loader fills them."""
@@ -19,32 +24,118 @@ class Linear(nn.Linear):
     ) -> torch.Tensor:
         return runtime.linear(x, self.weight, self.bias)
 
+    def cut_of(self, parameter: str) -> Cut | None:
+        """The part of `weight` or `bias` that this rank has; None: all."""
+        return None
+
+
+class SumLinear(Linear):
+    """A linear layer whose input features are divided among ranks: the output is the sum of what
+    they compute, plus the bias, which each has as a whole."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, shard: Shard = WHOLE
+    ) -> None:
+        super().__init__(shard.part(in_features), out_features, bias)
+        self._shard = shard
+        self._num_inputs = in_features
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        if self._shard.is_whole:
+            return runtime.linear(x, self.weight, self.bias)
+        total = runtime.ranks.sum(runtime.linear(x, self.weight, None))
+        return total if self.bias is None else total.add_(self.bias)
+
+    def cut_of(self, parameter: str) -> Cut | None:
+        is_cut = parameter == "weight" and not self._shard.is_whole
+        return self._shard.cut(1, self._num_inputs) if is_cut else None
+
+
+class VocabLinear(Linear):
+    """An output head, whose tokens are divided among ranks: each gets the logits of all."""
+
+    def __init__(self, in_features: int, num_tokens: int, shard: Shard = WHOLE) -> None:
+        self._cut = shard.cut(0, num_tokens)
+        super().__init__(in_features, self._cut.size, bias=False)
+        self._is_whole = shard.is_whole
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        logits = runtime.linear(x, self.weight, None)
+        return logits if self._is_whole else runtime.ranks.join(logits, self._cut.whole)
+
+    def cut_of(self, parameter: str) -> Cut | None:
+        return None if self._is_whole else self._cut
+
 
 class Embedding(nn.Embedding):
-    """A table of tokens' hidden states."""
+    """A table of tokens' hidden states, whose tokens are divided among ranks."""
+
+    def __init__(self, num_tokens: int, size: int, shard: Shard = WHOLE) -> None:
+        self._cut = shard.cut(0, num_tokens)
+        super().__init__(self._cut.size, size)
+        self._is_whole = shard.is_whole
 
     def reset_parameters(self) -> None:
         """Leaves the weights unset; the loader fills them. To draw random ones on the meta device
         torch would import its compiler, which takes seconds."""
 
+    def forward(  # type: ignore[override]
+        self, ids: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        """[T, size] of token ids [T]."""
+        if self._is_whole:
+            return super().forward(ids)
+        own = ids - self._cut.start
+        is_elsewhere = (own < 0) | (own >= self._cut.size)
+        found = super().forward(own.masked_fill(is_elsewhere, 0))
+        return runtime.ranks.sum(found.masked_fill(is_elsewhere[:, None], 0.0))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole table."""
+        return self._cut.whole
+
+    def cut_of(self, parameter: str) -> Cut | None:
+        return None if self._is_whole else self._cut
+
 
 class FusedLinear(Linear):
-    """Several linear layers over one input as one matrix product (q, k, v; gate, up).
+    """Several linear layers over one input as one matrix product (q, k, v; gate, up). The output
+    features of each are divided among ranks.
+
+    Args:
+        sizes: output features of each part, on all ranks together.
 
     Attributes:
         shards: names of the parts in the checkpoint, in order of their rows.
-        shard_sizes: output features of each part.
+        shard_sizes: output features of each part that this rank has.
     """
 
     def __init__(
-        self, in_features: int, shards: tuple[str, ...], shard_sizes: tuple[int, ...], bias: bool
+        self,
+        in_features: int,
+        shards: tuple[str, ...],
+        sizes: tuple[int, ...],
+        bias: bool,
+        shard: Shard = WHOLE,
     ) -> None:
-        super().__init__(in_features, sum(shard_sizes), bias=bias)
+        own = tuple(shard.part(size) for size in sizes)
+        super().__init__(in_features, sum(own), bias=bias)
         self.shards = shards
-        self.shard_sizes = shard_sizes
+        self.shard_sizes = own
+        self._sizes = dict(zip(shards, sizes, strict=True))
+        self._shard = shard
 
     def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:
         """Returns the rows of `parameter` (weight or bias) that belong to one part."""
         index = self.shards.index(shard)
         start = sum(self.shard_sizes[:index])
         return parameter.narrow(0, start, self.shard_sizes[index])
+
+    def cut_of_shard(self, shard: str) -> Cut | None:
+        """The rows of a part, of its weight or bias, that this rank has; None: all."""
+        return None if self._shard.is_whole else self._shard.cut(0, self._sizes[shard])

@@ -15,7 +15,7 @@ from sglang.srt.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGeometry:
-    """The shape of one token's KV in a model's pool."""
+    """The shape of one token's KV in a model's pool, of the heads that this rank has."""
 
     num_layers: int
     num_kv_heads: int
@@ -26,7 +26,7 @@ class KVGeometry:
     def of(cls, model: ModelConfig, dtype: torch.dtype) -> KVGeometry:
         return cls(
             num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
+            num_kv_heads=model.shard.part(model.num_kv_heads),
             head_dim=model.head_dim,
             dtype=dtype,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,27 @@ class IpcAddresses(msgspec.Struct, frozen=True):
     frontend: str
     launcher: str
 
+    def of_rank(self, rank: int) -> str:
+        """The address of a rank beside the first one, for the steps that it shall run."""
+        return f"ipc://{self._directory / f'rank{rank}'}"
+
+    @property
+    def meeting_point(self) -> Path:
+        """A file beside the sockets, by which the ranks of a model find each other."""
+        return self._directory / "ranks"
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self.launcher.removeprefix("ipc://")).parent
+
+    def remove(self) -> None:
+        """Removes the sockets and their directory; another process may do so too."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     @property
     def private_cache(self) -> Path:
         """A folder beside the sockets, not made yet, for what ends with the server."""
-        return Path(self.launcher.removeprefix("ipc://")).parent / "cache"
+        return self._directory / "cache"
 
     @classmethod
     def create(cls) -> tuple[IpcAddresses, str]:
@@ -65,11 +83,13 @@ class ChildConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         beats: the writing end of the pipe that takes its beats; None: no listener.
+        rank: of those that hold the model together; 0 is the scheduler's.
     """
 
     server_args: dict[str, Any]
     addresses: IpcAddresses
     beats: int | None = None
+    rank: int = 0
 
 
 class Sender(Generic[M]):

@@ -274,14 +274,14 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
 class ProcessReady(Message):
     """A child process can work now. `scheduler` comes from the scheduler alone."""
 
-    role: Literal["scheduler", "detokenizer"]
+    role: str
     scheduler: SchedulerInfo | None = None
 
 
 class ProcessFailed(Message):
     """A child process cannot start; `message` is one line for the user."""
 
-    role: Literal["scheduler", "detokenizer"]
+    role: str
     message: str
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput, dummy_step
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
 from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, MaskPass
@@ -70,6 +70,7 @@ class ModelRunner:
 
     Args:
         pool_index: which of the memory's pools is the model's.
+        ranks: that hold the model together; None: this one holds it all.
 
     Attributes:
         req_to_token_pool, kv_pool: the memory's page table, and the pool.
@@ -81,20 +82,27 @@ class ModelRunner:
         ValueError: if the attention backend cannot serve the model; the text says why.
     """
 
-    def __init__(self, loaded: LoadedModel, memory: KVMemory, pool_index: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        memory: KVMemory,
+        pool_index: int = 0,
+        ranks: Collectives | None = None,
+    ) -> None:
         config = loaded.config
         self.vocab_size = config.model.vocab_size
         self.model, self.weights = loaded.model, loaded.weights
         self.memory = memory
         self.req_to_token_pool, self.kv_pool = memory.table, memory.pools[pool_index]
         backend = ATTENTION_BACKENDS.load(config.attention_backend)
+        num_heads = config.model.shard.part(config.model.num_heads)
         attention: AttentionBackend = backend(
-            self.req_to_token_pool, self.kv_pool, config.model.num_heads, self.model.windows
+            self.req_to_token_pool, self.kv_pool, num_heads, self.model.windows
         )
         self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]
         self._layers = LayerRuntime(
-            load(self.operations.layers)(self.device), attention, self.kv_pool
+            load(self.operations.layers)(self.device), attention, self.kv_pool, ranks
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
         self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None

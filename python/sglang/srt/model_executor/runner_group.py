@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from sglang.srt.distributed.group import RankGroup
 from sglang.srt.garbage import paused_collections
 from sglang.srt.layers.sampling_ops import prepare_sampling_ops
 from sglang.srt.mem_cache.kv_memory import KVMemory
@@ -24,9 +25,14 @@ from sglang.srt.registry import HEADS, OPERATIONS, load
 FEW_LAYERS = 2  # the first and the last; layers between them launch the same kernels
 
 
-def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGroup:
+def make_runners(
+    config: ExecutionConfig, *others: ExecutionConfig, ranks: RankGroup | None = None
+) -> RunnerGroup:
     """Makes runners of the target (`config`) and of other models, ready for steps. The memory that
     the weights of all models leave is divided among the pools by `config`.
+
+    Args:
+        ranks: that hold the target together; None: this process holds it all.
 
     Raises:
         ModelPathError: if weights cannot be loaded.
@@ -46,7 +52,7 @@ def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGro
     kernels = compile_ahead(config, *others)
     models = [_load(each) for each in (config, *others)]
     with start_phase("Allocating the KV pool"):
-        group = _put_together(config, models)
+        group = _put_together(config, models, ranks)
     if kernels is not None:
         kernels.wait()
     group.prepare()
@@ -104,16 +110,22 @@ def _load(config: ExecutionConfig) -> LoadedModel:
         return LoadedModel(config)
 
 
-def _put_together(config: ExecutionConfig, models: Sequence[LoadedModel]) -> RunnerGroup:
+def _put_together(
+    config: ExecutionConfig, models: Sequence[LoadedModel], ranks: RankGroup | None = None
+) -> RunnerGroup:
     """Makes runners of models over one memory."""
     for model in models[1:]:
         model.attach(models[0])
-    memory = make_memory(config, models)
-    return RunnerGroup([ModelRunner(model, memory, index) for index, model in enumerate(models)])
+    memory = make_memory(config, models, ranks)
+    runners = [ModelRunner(model, memory, index, ranks) for index, model in enumerate(models)]
+    return RunnerGroup(runners)
 
 
-def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMemory:
-    """Makes the page table, and a pool for each model, with as many pages as fit for all models."""
+def make_memory(
+    config: ExecutionConfig, models: Sequence[LoadedModel], ranks: RankGroup | None = None
+) -> KVMemory:
+    """Makes the page table, and a pool for each model, with as many pages as fit for all models, on
+    every rank."""
     budget = config.kv_budget_bytes
     if budget is None:
         budget = static_bytes_left(config.device, config.static_memory_share)
@@ -125,6 +137,8 @@ def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMem
         max_useful_tokens=config.max_running_requests * config.row_width,
     )
     num_pages = sizing.num_pages()
+    if ranks is not None:
+        num_pages = ranks.least(num_pages)
     with memory_for("the KV pool", f"{LESS_STATIC_MEMORY} or --max-running-requests."):
         table = ReqToTokenPool(
             config.max_running_requests, config.row_width, config.device, config.poisons_graphs

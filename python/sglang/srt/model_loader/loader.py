@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from sglang.srt.layers.linear import FusedLinear
+from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, stored_weights
-from sglang.srt.models.model import Model
+from sglang.srt.models.model import CheckpointNames, Model
 from sglang.srt.platform import Platform
 from sglang.srt.registry import HEADS, MODELS
+from sglang.srt.shard import Cut, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def load_model(
     model = _with_memory(model.to(dtype), config, device).eval()
     model.complete()
     if load_format == "dummy":
-        _fill_dummy(model)
+        _fill_dummy(model, config.shard)
     else:
         _fill(model, config)
     return model.to(device)
@@ -83,7 +84,8 @@ def _untie_if_stored_twice(model: Model, config: ModelConfig, dtype: torch.dtype
 def _borrow_equal(model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
     """Lets a model borrow what another one has with the same values."""
     names = model.checkpoint_names
-    tensors = ((names.own_name(name), tensor) for name, tensor in read_directory(config.path))
+    stored = ((name, tensor) for name, tensor in read_directory(config.path) if names.holds(name))
+    tensors = ((names.own_name(name), tensor) for name, tensor in stored)
     own = {name: tensor for name, tensor in tensors if name in names.borrowed}
     if names.lender is None or not own:
         return
@@ -129,13 +131,16 @@ def _place(model: nn.Module, device: str) -> None:
             setattr(module, name, torch.empty(table.shape, dtype=table.dtype, device=device))
 
 
-def _fill_dummy(model: nn.Module) -> None:
-    """Normal weights as at initialization, from a fixed seed; norms stay at one."""
+def _fill_dummy(model: nn.Module, shard: Shard) -> None:
+    """Normal weights as at initialization, from a fixed seed, another one for each rank's parts;
+    norms stay at one."""
+    cuts = _cuts(model)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
             continue
-        generator = torch.Generator(parameter.device).manual_seed(DUMMY_SEED + index)
+        seed = DUMMY_SEED + index + (shard.rank << 32 if cuts.get(name) else 0)
+        generator = torch.Generator(parameter.device).manual_seed(seed)
         parameter.data.normal_(0.0, DUMMY_STD, generator=generator)
 
 
@@ -161,7 +166,7 @@ def _fill(model: Model, config: ModelConfig) -> None:
                 own_name = places.own_name(name)
                 if own_name in seen:
                     raise WeightMismatch(f"has weight {name!r} twice", "which files belong to it?")
-                copies.copy(place, tensor)
+                copies.copy(place, places.part_of(name, tensor))
                 seen[own_name] = name, source
                 bar.update()
         source = config.path
@@ -173,9 +178,20 @@ def _fill(model: Model, config: ModelConfig) -> None:
         raise ModelPathError(f"{source} {error.problem}; {error.question}") from None
     finally:
         copies.finish()
-    if unread:
-        few = ", ".join(unread[:MAX_NAMED])
-        logger.info("%d weights of %s are not read, such as %s.", len(unread), config.path, few)
+    _name_unread(unread, model.checkpoint_names, config.path)
+
+
+def _name_unread(unread: Sequence[str], names: CheckpointNames, path: Path) -> None:
+    """Logs which tensors of a folder are not read; those of another model it says itself."""
+    apart = [name for name in unread if name.startswith(names.apart)]
+    others = [name for name in unread if name not in apart and names.holds(name)]
+    for found, why in (
+        (apart, "left to a drafter (--speculative-algorithm NEXTN)"),
+        (others, "not read"),
+    ):
+        if found:
+            few = ", ".join(found[:MAX_NAMED])
+            logger.info("%d weights of %s are %s, such as %s.", len(found), path, why, few)
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
@@ -220,7 +236,7 @@ class WeightMismatch(ValueError):
 
 class WeightPlaces:
     """Finds where in a model each weight of a checkpoint belongs: a parameter, or rows of a fused
-    one.
+    one. Where ranks divide a weight, its place is for this rank's part of it.
 
     The places are views: they stay valid as long as the model keeps its parameters' storages.
 
@@ -234,6 +250,7 @@ class WeightPlaces:
         self._names = model.checkpoint_names
         self._problem_of = model.problem_of
         self._by_name = _targets(model)
+        self._cuts = _cuts(model)
         for name in self._names.computed:
             self._by_name.pop(name)
         self.shared = {
@@ -258,6 +275,10 @@ class WeightPlaces:
     def own_name(self, name: str) -> str:
         """The model's name of a weight, which checkpoints may call otherwise."""
         return self._names.own_name(name)
+
+    def claims(self, name: str) -> bool:
+        """Tells whether a tensor is for this model among those of another one's files."""
+        return name.startswith(self._names.only)
 
     @property
     def names(self) -> list[str]:
@@ -290,13 +311,30 @@ class WeightPlaces:
                 "is `architectures` in config.json right, or of a draft head"
                 " --speculative-algorithm?",
             )
-        if list(place.shape) != list(shape):
+        if self.shape_of(name) != list(shape):
             raise WeightMismatch(
                 f"has a weight {name!r} with shape {list(shape)}, but config.json asks for"
-                f" {list(place.shape)}",
+                f" {self.shape_of(name)}",
                 "do they belong together? Of a draft head, is --speculative-algorithm right?",
             )
         return place
+
+    def cut_of(self, name: str) -> Cut | None:
+        """The part of a weight that this rank has; None: all."""
+        own_name = self.own_name(name)
+        return None if own_name in self.lent else self._cuts.get(own_name)
+
+    def shape_of(self, name: str) -> list[int]:
+        """The shape of a weight that is known to have a place, as checkpoints have it."""
+        shape, cut = list(self[name].shape), self.cut_of(name)
+        if cut is not None:
+            shape[cut.dim] = cut.whole
+        return shape
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a weight that its place takes; tensor: all of them."""
+        cut = self.cut_of(name)
+        return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.size)
 
     def check_values(self, name: str, tensor: torch.Tensor) -> None:
         """
@@ -320,7 +358,7 @@ class WeightPlaces:
     def values_of_missing(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values, on the host, of weights that a checkpoint with the values `given` leaves out."""
         missing = self._names.zero_if_missing - given.keys()
-        zeros = {name: torch.zeros_like(self[name], device="cpu") for name in missing}
+        zeros = {name: torch.zeros(self.shape_of(name), dtype=self[name].dtype) for name in missing}
         filled = self._names.filled_by_tied(given.keys())
         return zeros | {
             name: given[other] for name, other in filled.items() if name not in self.shared
@@ -338,6 +376,8 @@ class WeightPlaces:
 
     def _may_be_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints carry and that are not read here."""
+        if not self._names.holds(name):
+            return True
         return self.own_name(name) in self._names.ignored or name.endswith("rotary_emb.inv_freq")
 
 
@@ -354,6 +394,21 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
             for shard in module.shards:
                 targets[f"{parent}.{shard}.{name}"] = module.shard_of(parameter.data, shard)
     return targets | _stored_buffers(model)
+
+
+def _cuts(model: nn.Module) -> dict[str, Cut]:
+    """The model's name of each weight that ranks divide, to the part that this one has."""
+    found: dict[str, Cut | None] = {}
+    for module_name, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            if isinstance(module, FusedLinear):
+                parent = module_name.rpartition(".")[0]
+                for shard in module.shards:
+                    cut = module.cut_of_shard(shard)
+                    found |= {f"{parent}.{shard}.{name}": cut, f"{module_name}.{name}": cut}
+            elif isinstance(module, Linear | Embedding):
+                found[f"{module_name}.{name}"] = module.cut_of(name)
+    return {name: cut for name, cut in found.items() if cut is not None}
 
 
 def _stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, check_fits
-from sglang.srt.head_layouts import RENAMED
 from sglang.srt.head_tensors import TARGET_TO_DRAFT
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
@@ -33,7 +32,7 @@ class SharedModules:
     """Modules of the target. They are no submodules of the head, so their weights are the target's
     alone: updated, released and counted with it."""
 
-    embed_tokens: nn.Embedding
+    embed_tokens: Embedding
     lm_head: Linear
 
 
@@ -76,7 +75,8 @@ class DraftHead(Model):
         if config.hot_token_ids:
             self.hot_head = Linear(size, len(config.hot_token_ids), bias=False)
         self.checkpoint_names = CheckpointNames(
-            prefixes=(*RENAMED[config.architecture], *_upper_norms(config.num_layers)),
+            prefixes=(*config.names, *_upper_norms(config.num_layers)),
+            only=config.only,
             ignored=frozenset({TARGET_TO_DRAFT}),
             computed=frozenset() if self.hot_head is None else frozenset({HOT_HEAD}),
             borrowed=OF_TARGET,
@@ -105,7 +105,7 @@ class DraftHead(Model):
             ModelPathError: if the target has other sizes than the head was trained for.
         """
         embed_tokens = target.model.embed_tokens
-        check_fits(self._config, embed_tokens.num_embeddings, embed_tokens.embedding_dim)
+        check_fits(self._config, embed_tokens.num_tokens, embed_tokens.embedding_dim)
         self._shared = SharedModules(embed_tokens, target.lm_head)
         self.refresh()
 
@@ -127,9 +127,9 @@ class DraftHead(Model):
 
     def first_input(
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what the attention of the first layer reads, [T, its width], and the residual
-        [T, hidden_size], of embedded tokens [T, hidden_size] and the hidden input [T, width]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns what the first layer reads, [T, its width], and the residual [T, hidden_size]
+        (None: the same), of embedded tokens [T, hidden_size] and the hidden input [T, width]."""
         raise NotImplementedError
 
     def mask_input(self, runtime: LayerRuntime) -> torch.Tensor:
@@ -149,11 +149,12 @@ class DraftHead(Model):
         assert not capture.layers, "A head has no layers to tap."
         hidden = hidden_of(batch, (self.hidden_width, self.draft_hidden_width))
         embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        x, residual = self.first_input(embed(batch.input_ids), hidden, runtime)
+        x, residual = self.first_input(embed(batch.input_ids, runtime), hidden, runtime)
         rotation, last = runtime.rotation(self.rotary.table), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             wanted = batch.read_index if index == last and not capture.all_rows else None
             x, residual = layer(x, residual, rotation, runtime, wanted)
+        assert residual is not None  # there is a layer
         return ModelOutput(self.carried(x, residual, runtime))
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:

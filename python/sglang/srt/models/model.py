@@ -23,6 +23,9 @@ class CheckpointNames:
         prefixes: beginnings of names, each with what the model has instead; one after the other.
         ignored: tensors that may be there, and are not read.
         zero_if_missing: weights that may be missing.
+        apart: beginnings of names of tensors that are there for a drafter, and are not read.
+        only: beginnings of the names of all that is read, where another model has the same files;
+            empty for no bound.
         computed: parameters that no checkpoint holds.
         tied: weights that checkpoints may store under either of two names, each with its other
             name. A model has one memory for both, unless it is told to `untie`.
@@ -34,6 +37,8 @@ class CheckpointNames:
     prefixes: tuple[tuple[str, str], ...] = ()
     ignored: frozenset[str] = frozenset()
     zero_if_missing: frozenset[str] = frozenset()
+    apart: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     computed: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
     borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -42,6 +47,11 @@ class CheckpointNames:
     def own_name(self, name: str) -> str:
         """The model's name of a checkpoint's tensor."""
         return renamed(name, self.prefixes)
+
+    def holds(self, name: str) -> bool:
+        """Tells whether a checkpoint's tensor is for this model."""
+        is_other = bool(self.only) and not name.startswith(self.only)
+        return not (is_other or name.startswith(self.apart))
 
     def filled_by_tied(self, names: Set[str]) -> dict[str, str]:
         """Tied weights beside `names`, each with the one among them that gives its values."""

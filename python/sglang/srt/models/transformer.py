@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sglang.srt.head_layouts import NATIVE_NAMES
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
+from sglang.srt.layers.linear import Embedding, FusedLinear, SumLinear, VocabLinear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.model import CheckpointNames, Model
@@ -63,16 +64,18 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shard, self.head_dim = config.shard, config.head_dim
+        self.num_heads = shard.part(config.num_heads)
+        self.num_kv_heads = shard.part(config.num_kv_heads)
+        q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.qkv_proj = FusedLinear(
             input_size or config.hidden_size,
             ("q_proj", "k_proj", "v_proj"),
             (q_size, kv_size, kv_size),
             spec.qkv_bias,
+            shard,
         )
-        self.o_proj = Linear(q_size, config.hidden_size, bias=spec.output_bias)
+        self.o_proj = SumLinear(q_size, config.hidden_size, spec.output_bias, shard)
         self.has_qk_norm = spec.qk_norm
         if spec.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -102,11 +105,11 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size, shard = config.intermediate_size, config.shard
         self.gate_up_proj = FusedLinear(
-            config.hidden_size, ("gate_proj", "up_proj"), (size, size), bias
+            config.hidden_size, ("gate_proj", "up_proj"), (size, size), bias, shard
         )
-        self.down_proj = Linear(size, config.hidden_size, bias)
+        self.down_proj = SumLinear(size, config.hidden_size, bias, shard)
 
     def forward(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         gate_up = self.gate_up_proj
@@ -171,7 +174,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, max_positions: int, spec: DecoderSpec) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.shard)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, spec) for layer in range(config.num_layers)
         )
@@ -183,7 +186,7 @@ class Decoder(nn.Module):
     ) -> ModelOutput:
         """See `ModelOutput`. Of rows whose hidden states are not wanted, the last layer computes no
         more than K and V."""
-        x, residual = self.embed_tokens(batch.input_ids), None
+        x, residual = self.embed_tokens(batch.input_ids, runtime), None
         rotation = runtime.rotation(self.rotary.table)
         tapped, last = capture.taps, len(self.layers) - 1
         taps = x.new_empty((x.shape[0], len(tapped), x.shape[1])) if tapped else None
@@ -215,11 +218,13 @@ class CausalLM(Model):
         self.windows = spec.windows or (None,) * config.num_layers
         assert len(self.windows) == config.num_layers
         self.model = Decoder(config, max_positions, spec)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = VocabLinear(config.hidden_size, config.vocab_size, config.shard)
         self._is_tied = config.tie_word_embeddings
         self._tie_head()
-        if self._is_tied:
-            self.checkpoint_names = CheckpointNames(tied={HEAD: EMBEDDING})
+        first, num_more = config.num_layers, config.integer("num_nextn_predict_layers", 0, 0) or 0
+        numbered = (f"model.layers.{layer}." for layer in range(first, first + num_more))
+        tied = {HEAD: EMBEDDING} if self._is_tied else {}
+        self.checkpoint_names = CheckpointNames(tied=tied, apart=(*NATIVE_NAMES, *numbered))
 
     def untie(self) -> None:
         self._is_tied = False

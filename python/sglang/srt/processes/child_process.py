@@ -5,13 +5,11 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -115,15 +113,5 @@ def _exit_at_end_of_stdin(addresses: IpcAddresses, parent: int) -> NoReturn:
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.005)
     if os.getppid() != parent:
-        with suppress(OSError):  # another child may have done it
-            _remove_sockets(addresses)
+        addresses.remove()
     os._exit(0)
-
-
-def _remove_sockets(addresses: IpcAddresses) -> None:
-    """Removes the sockets of a server and their directory."""
-    shutil.rmtree(addresses.private_cache, ignore_errors=True)
-    paths = [Path(address.removeprefix("ipc://")) for address in msgspec.structs.astuple(addresses)]
-    for path in paths:
-        path.unlink(missing_ok=True)
-    paths[0].parent.rmdir()

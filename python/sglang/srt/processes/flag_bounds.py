@@ -57,7 +57,8 @@ BOUNDS = {
     "speculative_ngram_capacity": (2, MAX_NGRAM_TOKENS),
     "speculative_ngram_external_corpus_max_tokens": (2, MAX_NGRAM_TOKENS),
     "speculative_ngram_external_sam_budget": (0, MAX_NUM_STEPS),
-    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size", "nnodes"), (1, 1)),
+    "tp_size": (1, 64),
+    **dict.fromkeys(("dp_size", "pp_size", "ep_size", "nnodes"), (1, 1)),
     "node_rank": (0, 0),
 }
 

@@ -17,6 +17,7 @@ from sglang.srt.model_config import DTYPE_ALIASES, ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
 from sglang.srt.processes.hidden_flags import check_hidden_flags
+from sglang.srt.processes.rank_flags import check_ranks
 from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.registry import (
@@ -63,6 +64,7 @@ def check_flags(
     context_len = context_len_of(args, model)
     num_threads_of(args, host.num_cores)
     check_hidden_flags(args, model)
+    check_ranks(args, model, devices)
     problems = [attention_problem(args, model, device) for device in devices]
     if all(problems):
         raise ConfigError(str(problems[-1]))
@@ -132,8 +134,9 @@ def context_len_of(args: ServerArgs, model: ModelConfig) -> int:
 
 
 def num_threads_of(args: ServerArgs, num_cores: int) -> int:
-    """Gives the number of torch threads of a CPU."""
-    default, most = min(num_cores, MAX_CPU_THREADS), MAX_THREADS_PER_CORE * num_cores
+    """Gives the number of torch threads of each rank on a CPU."""
+    default = max(1, min(num_cores // args.tp_size, MAX_CPU_THREADS))
+    most = MAX_THREADS_PER_CORE * num_cores
     if args.num_threads is not None and args.num_threads > most:
         raise ConfigError(
             f"--num-threads {args.num_threads} must be {most} at most, {MAX_THREADS_PER_CORE} for"
@@ -230,17 +233,18 @@ def check_tables(max_running_requests: int, row_width: int, available_bytes: int
 
 
 def cpu_kv_budget(args: ServerArgs, available_bytes: int) -> int:
-    """Gives the bytes for the KV pool on a CPU."""
+    """Gives the bytes for the KV pool of each rank on a CPU."""
+    num_bytes = min(int(available_bytes * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
     if args.mem_fraction_static is not None:
-        return int(available_bytes * args.mem_fraction_static)
-    if args.max_total_tokens is not None:
-        return available_bytes
-    return min(int(available_bytes * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
+        num_bytes = int(available_bytes * args.mem_fraction_static)
+    elif args.max_total_tokens is not None:
+        num_bytes = available_bytes
+    return num_bytes // args.tp_size
 
 
 def _cpu_pool_tokens(args: ServerArgs, model: ModelConfig, width: int, available_bytes: int) -> int:
     """Counts the tokens of the KV pool at most, a draft model's left out."""
-    values = model.num_layers * model.num_kv_heads * model.head_dim
+    values = model.num_layers * model.num_kv_heads // args.tp_size * model.head_dim
     sizing = KVSizing(
         available_bytes=cpu_kv_budget(args, available_bytes),
         bytes_per_token=2 * values * DTYPE_BYTES[dtype_of(args, model, "cpu")],

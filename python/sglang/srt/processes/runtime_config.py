@@ -29,6 +29,7 @@ from sglang.srt.processes.flag_checks import (
     num_threads_of,
 )
 from sglang.srt.processes.hidden_flags import returned_layers
+from sglang.srt.processes.rank_flags import check_ranks
 from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
@@ -80,6 +81,7 @@ def resolve(
     """
     check_numbers(args)
     device = _device(args, platform)
+    check_ranks(args, model, [device])
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
     captures = _captures_graphs(args, device)

@@ -4,19 +4,16 @@ launcher, which writes one line of JSON (`ChildConfig`) to its standard input.""
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
-from sglang.srt.control.memory_control import GRAPH_TAG, KV_TAG, WEIGHTS_TAG, MemoryPart
+from sglang.srt.distributed.channel import FrameSender
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import Scheduler, SchedulerDebug
 from sglang.srt.mem_cache.allocator import PageAllocator
@@ -24,32 +21,34 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
-from sglang.srt.model_config import ModelConfig, load_model_config
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.platform import Platform
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.child_process import (
     configure_logging,
     start_beats,
     start_child_process,
 )
-from sglang.srt.processes.end_of_text import with_tokenizer_eos
 from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, DTYPE_BYTES, MTP_IS_OFF, POOL_LIMIT
 from sglang.srt.processes.grammar_flags import grammar_setup
-from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
-from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
-from sglang.srt.processes.worker_factory import (
-    drafter_models,
-    make_prompt_budget,
-    make_worker,
-    measure_prices,
+from sglang.srt.processes.model_parts import (
+    ModelParts,
+    ends_after_lost_rank,
+    join_ranks,
+    make_model_parts,
 )
+from sglang.srt.processes.rank_calls import resources_of_ranks
+from sglang.srt.processes.resources import make_resources
+from sglang.srt.processes.runtime_config import RuntimeConfig
+from sglang.srt.processes.tokenizer_flags import tokenizer_from_flags
+from sglang.srt.processes.worker_factory import make_prompt_budget
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.debug_trace import DebugTrace
+from sglang.srt.step.worker import Worker
 from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer
-from sglang.srt.weight_sync.serving_weights import ServingWeights
+from sglang.srt.workers.broadcast_worker import BroadcastWorker
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +69,9 @@ def main() -> int:
         return 1
     start_beats(child, inbox, args.watchdog_timeout)
     launcher.send(ProcessReady(role="scheduler", scheduler=info))
-    scheduler.run()
-    return 0
+    with ends_after_lost_rank():
+        scheduler.run()
+    return 1
 
 
 def build(
@@ -84,59 +84,38 @@ def build(
     """
     environ = Environ.read()
     tokenizer = tokenizer_from_flags(args)
-    model = load_model_config(args.model_path)
-    model = with_tokenizer_eos(model, tokenizer_folder(args), tokenizer)
-    for warning in model.warnings:
-        logger.warning("%s", warning)
-    platform = Platform.probe()
-    config = resolve(args, platform, model, environ)
-    draft_models = drafter_models(config.drafter, config.execution)
-    kept = None
-    if config.execution.device != "cpu":
-        kept = use_cache(platform, addresses.private_cache).prices
-    runners = make_runners(config.execution, *draft_models)
-    prices = measure_prices(config, runners.target, kept)
-    path = environ.mtp_debug_trace
-    trace = None if path is None or config.mtp is None else DebugTrace(path)
-    worker = make_worker(
-        runners,
-        config.drafter,
-        prices,
-        on_step=None if trace is None else trace.launched,
-        checks_kv=environ.kv_canary,
-        simulated_accept_len=environ.simulated_accept_len,
-    )
-    config = with_chunks_that_fit(config, runners.max_prompt_rows)
-    profiler = StepProfiler(environ.torch_profiler_dir, config.execution.device != "cpu")
+    ranks = join_ranks(args, addresses, rank=0)
+    parts = make_model_parts(args, tokenizer, addresses.private_cache, ranks)
+    config, runners = parts.config, parts.runners
+    worker, resources = _for_all_ranks(args, addresses, parts, environ)
     scheduler = Scheduler(
         config.scheduler,
         worker,
         ledger=make_ledger(config, runners.memory.num_pages),
-        resources=make_resources(runners, profiler),
+        resources=resources,
         inbox=inbox,
         to_detokenizer=Sender[Any](addresses.detokenizer).send,
         to_frontend=Sender[Any](addresses.frontend).send,
         make_stop_finder=_stop_finders(tokenizer),
-        debug=_debug(environ, trace),
-        budget=make_prompt_budget(config, prices),
+        debug=_debug(environ, parts.trace),
+        budget=make_prompt_budget(config, parts.prices),
         grammars=_grammars(args, config),
     )
-    return scheduler, _info(config, runners, [each.model for each in draft_models])
+    return scheduler, _info(config, runners, parts.draft_models)
 
 
-def use_cache(platform: Platform, private: Path) -> CompileCache:
-    """Has what is compiled kept for the next start.
-
-    Args:
-        private: folder that takes it where it cannot be kept; it is made then.
-    """
-    cache = open_cache(folder_of(platform.device_name), private)
-    if cache.is_private:
-        logger.warning("%s %s: what is compiled now is not kept.", cache.kept, cache.problem)
-    else:
-        logger.info("Compiled kernels are kept in %s.", cache.kept)
-    cache.use(os.environ)
-    return cache
+def _for_all_ranks(
+    args: ServerArgs, addresses: IpcAddresses, parts: ModelParts, environ: Environ
+) -> tuple[Worker, ModelResources]:
+    """Makes the worker, and what control calls may change, of all ranks."""
+    is_gpu = parts.config.execution.device != "cpu"
+    profiler = StepProfiler(environ.torch_profiler_dir, is_gpu)
+    resources = make_resources(parts.runners, profiler)
+    if parts.ranks is None:
+        return parts.worker, resources
+    others = [addresses.of_rank(rank) for rank in range(1, args.tp_size)]
+    send = FrameSender(others).send
+    return BroadcastWorker(parts.worker, send), resources_of_ranks(resources, parts.ranks, send)
 
 
 def _grammars(args: ServerArgs, config: RuntimeConfig) -> GrammarSessions | None:
@@ -152,19 +131,6 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
         release_audit=(lambda report: logger.info("KV released: %s", report)) if kv else None,
         logs_idle_ledger=kv,
     )
-
-
-def make_resources(runners: RunnerGroup, profiler: StepProfiler | None = None) -> ModelResources:
-    """Gathers what control calls may change: the weights and the memory of all models, and the
-    memory of their graphs."""
-    memory = {
-        KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
-        WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),
-    }
-    if runners.has_graphs:
-        memory[GRAPH_TAG] = MemoryPart(runners.release_graphs, runners.restore_graphs)
-    weights = ServingWeights(*(runner.weights for runner in runners.runners))
-    return ModelResources(weights=weights, memory=memory, profiler=profiler)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:

@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.flag_values import as_flag
 from sglang.srt.head_config import load_head_config
-from sglang.srt.head_layouts import EAGLE, EAGLE3
+from sglang.srt.head_layouts import EAGLE, EAGLE3, NEXTN
 from sglang.srt.hub_models import MAIN
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.processes.config_error import ConfigError, Refusal
@@ -86,7 +86,8 @@ class Algorithm:
         drafter: a name in `DRAFTERS` (registry.py).
         flags: those that it takes; others are refused if they are given.
         options: makes the drafter's options, or raises ValueError; the text names the flag.
-        draft_model: says what `--speculative-draft-model-path` must name; None: it takes none.
+        draft_model: says what `--speculative-draft-model-path` must name; None: it may be
+            left out, or it takes none.
         instead: for flags that it does not take, what to do, or what happens.
         parts: see `DrafterConfig`.
     """
@@ -133,7 +134,13 @@ def _algorithm(args: ServerArgs) -> Algorithm | None:
     names = args.speculative_algorithm
     if names is None:
         return None
-    chosen = {SpeculativeAlgorithm.from_string(name.strip()) for name in names.split(",")}
+    words = [name.strip() for name in names.split(",")]
+    if "" in words:
+        remedy = "name one drafter, or one with a model and NGRAM"
+        raise Refusal(as_flag(ALGORITHM, names), "lacks a name beside a comma", remedy)
+    chosen = {SpeculativeAlgorithm.from_string(word) for word in words}
+    if len(chosen) < len(words):
+        raise Refusal(as_flag(ALGORITHM, names), "names one drafter twice", "name it once")
     models = sorted(chosen - {SpeculativeAlgorithm.NGRAM})
     if len(models) > 1:
         remedy = "name one of them, or one and NGRAM"
@@ -155,6 +162,10 @@ def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
             need = as_flag(NEEDS[name])
         else:
             continue
+        if algorithm is not None and algorithm.parts and name not in flags:
+            both = as_flag(ALGORITHM, args.speculative_algorithm)
+            remedy = instead.get(name, "leave it out")
+            raise Refusal(both, f"does not take {as_flag(name)}", remedy)
         remedy = instead.get(name, "use that, or leave it out")
         raise Refusal(as_flag(name), f"needs {need}", remedy)
     if algorithm is not None and algorithm.draft_model and DRAFT_PATH not in given:
@@ -184,7 +195,7 @@ def _without_idle_switches(asked: Asked, algorithm: Algorithm | None) -> ServerA
 def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     """Makes the options of a head with this name in `HEADS` (registry.py)."""
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=1)
-    path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
+    flag, path = as_flag(DRAFT_PATH), str(args.speculative_draft_model_path or target.path)
     head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
     return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
@@ -242,7 +253,7 @@ def _beside_ngrams(model: Algorithm) -> Algorithm:
         ngrams = _ngrams(asked, RoundOptions(count, num_free=count))
         return PairConfig(drafter=DrafterConfig(model.drafter, options), ngrams=ngrams)
 
-    chains = "leave it out: NGRAM beside another drafter, and that one too, drafts chains"
+    chains = "leave it out: two drafters on one server draft chains"
     return replace(
         model,
         drafter="pair",
@@ -262,6 +273,7 @@ a_head = partial(
 ALGORITHMS = {
     SpeculativeAlgorithm.EAGLE: a_head(options=partial(_eagle, EAGLE)),
     SpeculativeAlgorithm.EAGLE3: a_head(options=partial(_eagle, EAGLE3)),
+    SpeculativeAlgorithm.NEXTN: a_head(options=partial(_eagle, NEXTN), draft_model=None),
     SpeculativeAlgorithm.STANDALONE: Algorithm(
         drafter="standalone",
         flags=OF_ALL | OF_MODELS,

@@ -85,7 +85,7 @@ def make_worker(
     on_step: Callable[[ComputedStep], object] | None = None,
     checks_kv: bool = False,
     simulated_accept_len: float | None = None,
-) -> Worker:
+) -> TpModelWorker:
     """The worker over the target, with the drafter or without one.
 
     Args:

@@ -10,6 +10,7 @@ import torch
 
 from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.sent_tensors import WeightSelector
+from sglang.srt.shard import Cut
 from sglang.srt.weight_sync.weight_reader import (
     DRAFT,
     TARGET,
@@ -58,13 +59,19 @@ class ServingWeights:
         Raises:
             WeightUpdateError: if one of them cannot take its weights; then nothing has changed.
         """
-        parts = {each: weights_of(staged, each) for each in self._stores}
-        changed = {self._stores[each]: part for each, part in parts.items() if part}
-        for store, part in changed.items():
-            store.check(part)
-        self._check_lent(parts)
-        for store, part in changed.items():
+        self.check(staged)
+        for store, part in self._changed(staged).items():
             store.apply(part)
+
+    def check(self, staged: StagedWeights) -> None:
+        """Returns if `apply` may take these weights."""
+        for store, part in self._changed(staged).items():
+            store.check(part)
+        self._check_lent({each: weights_of(staged, each) for each in self._stores})
+
+    def _changed(self, staged: StagedWeights) -> dict[WeightStore, StagedWeights]:
+        parts = {store: weights_of(staged, each) for each, store in self._stores.items()}
+        return {store: part for store, part in parts.items() if part}
 
     def _check_lent(self, parts: dict[str, StagedWeights]) -> None:
         """
@@ -95,3 +102,14 @@ class ServingWeights:
         """Returns the tensor that serves under such a name; see `WeightStore.value_of`."""
         beginning, own_name = split_name(name, self._stores)
         return self._stores[beginning].value_of(own_name)
+
+    def cut_of(self, name: str) -> Cut | None:
+        """Returns the part of a weight that this rank has; None: all, or there is no such one."""
+        beginning, own_name = split_name(name, self._stores)
+        return self._stores[beginning].places.cut_of(own_name)
+
+    def empty(self, name: str) -> torch.Tensor:
+        """Makes room on the host for all values of a weight that is known to have a place."""
+        beginning, own_name = split_name(name, self._stores)
+        places = self._stores[beginning].places
+        return torch.empty(places.shape_of(own_name), dtype=places[own_name].dtype)

@@ -19,8 +19,8 @@ from sglang.srt.model_loader.weight_files import read_directory, read_file
 TARGET, DRAFT = "", "draft."  # beginnings of the names of a model's weights
 
 StagedWeights = dict[str, torch.Tensor]
-"""Checkpoint name, behind its model's beginning, to a CPU tensor with shape and dtype of its place,
-checked and owned."""
+"""Checkpoint name, behind its model's beginning, to a CPU tensor with all values of a weight,
+whichever part of them a rank has, in the dtype of its place, checked and owned."""
 
 
 class WeightUpdateError(ValueError):
@@ -150,7 +150,9 @@ class WeightReader:
     def _stage_one(
         self, source: str, name: str, tensor: torch.Tensor, staged: StagedWeights
     ) -> None:
-        beginning, given_name = split_name(name, self._places, self._otherwise)
+        claiming = (other for other, places in self._places.items() if places.claims(name))
+        otherwise = next(claiming, self._otherwise)
+        beginning, given_name = split_name(name, self._places, otherwise)
         places = self._places[beginning]
         place = places.place_of(given_name, tensor.shape)
         if place is None:
@@ -159,7 +161,7 @@ class WeightReader:
         if own_name in staged:
             raise WeightUpdateError(f"{source} has weight {name!r} twice; send it once.")
         places.check_values(given_name, tensor)
-        staged[own_name] = torch.empty(place.shape, dtype=place.dtype)
+        staged[own_name] = torch.empty(places.shape_of(given_name), dtype=place.dtype)
         staged[own_name].copy_(tensor.detach())
         check_finite(name, staged[own_name])
 

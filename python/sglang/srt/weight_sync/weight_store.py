@@ -67,7 +67,8 @@ class WeightStore:
                 "The memory of the weights is released; take it again before they are updated."
             )
         serving = {other: self.places[other] for other in self.places.shared.values()}
-        check_shared("The update", self.places, serving | staged)
+        parts = {name: self.places.part_of(name, tensor) for name, tensor in staged.items()}
+        check_shared("The update", self.places, serving | parts)
 
     def apply(self, staged: StagedWeights) -> None:
         """Copies staged weights into place; addresses stay.
@@ -79,7 +80,7 @@ class WeightStore:
         self.num_updates += 1
         with torch.no_grad():
             for name in staged.keys() - self.places.shared.keys() - self.places.lent.keys():
-                self.places[name].copy_(staged[name])
+                self.places[name].copy_(self.places.part_of(name, staged[name]))
             for tell in self.after_update:
                 tell()
 

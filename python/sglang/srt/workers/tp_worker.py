@@ -22,7 +22,7 @@ from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
@@ -75,7 +75,9 @@ class _Drawing(NamedTuple):
 class TpModelWorker:
     """Runs steps of a target model and, if there is one, of its drafter.
 
-    The name is SGLang's ("Tp" is tensor parallelism there); here one process has the whole model.
+    The name is SGLang's ("Tp" is tensor parallelism). Where several ranks hold the model, each has
+    such a worker: that of the first one begins and runs steps (`BroadcastWorker`), the others
+    follow.
 
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
@@ -124,14 +126,13 @@ class TpModelWorker:
             self._rounds = RoundGraphs(runners, needs, self._state, run, propose)
             runners.capture_with(self._rounds)
 
-    @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        self._state.end(batch.ended_texts)
-        self._state.initialize(batch.new_rows)
-        return self._run(batch, self._planned(batch))
+        return self.run(batch, self.begin(batch))
 
-    def _planned(self, batch: ScheduleBatch) -> StepRecord:
-        """The record of a step that is about to be launched. Its copies begin here."""
+    @torch.inference_mode()
+    def begin(self, batch: ScheduleBatch) -> StepRecord:
+        """Decides what a step does. The copies of its record begin here."""
+        self._admit(batch)
         lens = self._drafter.lens()
         copied = None if lens is None else HostCopy([lens.clone()])
         self._planner.admit(batch.new_rows)
@@ -144,6 +145,17 @@ class TpModelWorker:
             scores = HostCopy([self._state.confidence.drafts.clone()])
         return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores)
 
+    @torch.inference_mode()
+    def follow(self, batch: ScheduleBatch, plan: StepPlan) -> None:
+        """Runs a step that another process has decided (`begin`), without a result."""
+        self._admit(batch)
+        self._drafter.prepare(batch, plan)
+        self.run(batch, StepRecord(rows=batch.rows, plan=plan))
+
+    def _admit(self, batch: ScheduleBatch) -> None:
+        self._state.end(batch.ended_texts)
+        self._state.initialize(batch.new_rows)
+
     def _known_lens(self, copied: HostCopy | None) -> list[int] | None:
         """Returns lengths by row, from before this step on a CPU. A GPU still computes the step
         before, so there they are from before that one, whether or not it has ended: plans do not
@@ -152,7 +164,9 @@ class TpModelWorker:
         known = copied if copied is None or copied.is_complete else last
         return None if known is None else known.read()[0].tolist()
 
-    def _run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
+    @torch.inference_mode()
+    def run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
+        """Executes a step that has begun."""
         plan = record.plan
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
@@ -174,12 +188,16 @@ class TpModelWorker:
         inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
         run = RunRows(inputs, layout, step.accepted, drawing.output)
+        prompts = None
+        if batch.logprobs is not None:
+            hidden, compute = step.forward.hidden, runner.compute_logits
+            prompts = prompt_logprobs(batch.logprobs, hidden, inputs.q_lens, compute)
         result = _result(
             batch,
             record,
             drawing.given,
             emitted_logprobs=self._emitted_logprobs(step, drawing),
-            prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, step.forward),
+            prompt_logprobs=prompts,
             hidden=hidden_states(batch, run, self._capture),
         )
         fed = self._left_out.fed(step)
@@ -363,18 +381,6 @@ class TpModelWorker:
         queries, wanted = emitted_queries(batch.logprobs, layout, accepted)
         logits, sampling = drawing.logits, drawing.sampling
         return self._sampler.query(logits, sampling, drawn, queries, wanted)
-
-    def _prompt_logprobs(
-        self,
-        batch: ScheduleBatch,
-        layout: RowLayout,
-        inputs: ForwardBatch,
-        forward: ForwardResult,
-    ) -> LogprobTensors | None:
-        if batch.logprobs is None:
-            return None
-        compute = self._runner.compute_logits
-        return prompt_logprobs(batch.logprobs, forward.hidden, inputs.q_lens, compute)
 
 
 def _result(

@@ -1,0 +1,128 @@
+"""The ranks of one model: what they compute together, and what they agree on.
+
+Every rank calls the same methods in the same order. Tensors of a GPU go through NCCL, those of a
+CPU and all that is agreed on through gloo, over this machine's loopback address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang.srt.shard import Shard
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(days=1)  # the launcher ends all ranks when one is gone or stopped
+
+
+class RankLostError(RuntimeError):
+    """Another rank is gone, or did something else at the same time; no step can follow."""
+
+
+class RankGroup:
+    """This rank and the others. Implements `Collectives`.
+
+    Args:
+        shard: this rank's place.
+        meeting_point: a file that is not there yet, in a private folder, the same for all ranks.
+
+    Raises:
+        RuntimeError: if the ranks do not find each other.
+        RankLostError: by every method.
+    """
+
+    def __init__(self, shard: Shard, meeting_point: Path) -> None:
+        self.shard = shard
+        gloo: Any = dist.ProcessGroupGloo  # torch does not say what types it has
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._timeout = TIMEOUT
+        store = dist.FileStore(str(meeting_point), shard.num_ranks)
+        self._group = gloo(store, shard.rank, shard.num_ranks, options)
+        self._is_alone = False
+        self._group.barrier().wait()
+        if shard.rank == 0:
+            meeting_point.unlink(missing_ok=True)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """In this block this rank computes without the others, and its results mean nothing: for
+        measuring what its own part takes."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`; in place."""
+        if self._is_alone or not x.numel():
+            return x
+        x = x.contiguous()
+        _wait(self._group.allreduce, [x])
+        return x
+
+    def join(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """See `Collectives`."""
+        if not len(x):  # no row is read, on any rank
+            return x.new_empty((0, width))
+        num_ranks = self.shard.num_ranks
+        most = -(-width // num_ranks)
+        padded = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()
+        parts = padded.new_zeros((num_ranks * len(x), most))
+        if not self._is_alone:
+            _wait(self._group._allgather_base, parts, padded)
+        rows = parts.view(num_ranks, len(x), most).transpose(0, 1).reshape(len(x), -1)
+        return rows[:, :width].contiguous()
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        return min(self._numbers(number))
+
+    def from_first(self, data: bytes) -> bytes:
+        """Gives the first rank's data to all; that of the others does not count."""
+        size = self._numbers(len(data))[0]
+        box = torch.zeros(size, dtype=torch.uint8)
+        if self.shard.rank == 0 and data:
+            box = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self.tensor_from_first(box).numpy().tobytes()
+
+    def tensor_from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """The first rank's tensor, on the host; the others give one of its shape and type, which is
+        overwritten."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if values.numel():
+            _wait(self._group.broadcast, [values.view(-1).view(torch.uint8)], options)
+        return values
+
+    def texts(self, text: str) -> list[str]:
+        """All ranks' texts."""
+        data = text.encode()
+        sizes = self._numbers(len(data))
+        row = torch.zeros((1, max(sizes)), dtype=torch.uint8)
+        row[0, : len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+            : len(data)
+        ]
+        rows = torch.zeros((len(sizes), row.shape[1]), dtype=torch.uint8)
+        if row.numel():
+            _wait(self._group._allgather_base, rows, row)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def _numbers(self, number: int) -> list[int]:
+        found = torch.zeros(self.shard.num_ranks, dtype=torch.int64)
+        _wait(self._group._allgather_base, found, torch.tensor([number]))
+        return [int(each) for each in found]
+
+
+def _wait(collective: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        collective(*arguments).wait()
+    except RuntimeError as error:
+        raise RankLostError(str(error).splitlines()[0]) from error

@@ -1,0 +1,122 @@
+"""Engines and servers whose model is held by two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+import sglang
+from serving_utils import running_server
+
+pytestmark = pytest.mark.long_matrix
+
+PROMPTS = ["def add(a, b):\n    return", "import os\n\nclass Foo(", "for i in range("]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24}
+SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],'
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "seeded": {"temperature": 1.0, "max_new_tokens": 24, "sampling_seed": 5},
+    "verified masks": {**GREEDY, "mtp_enabled": True, "mtp_verify": True, "mtp_k": 4},
+    "masks": {**GREEDY, "mtp_enabled": True, "mtp_strategy": ["conf_adapt", 0.9]},
+    "a schema": {**GREEDY, "json_schema": SCHEMA + '"additionalProperties":false}'},
+    "penalties": {**GREEDY, "frequency_penalty": 0.7},
+}
+ENDS_S = 10.0
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_load_aware": "off"}
+
+
+def engine(num_ranks: int, **flags: Any) -> sglang.Engine:
+    return sglang.Engine(
+        model_path="demo", tp_size=num_ranks, num_threads=1, max_total_tokens=2048, **flags
+    )
+
+
+def answers(engine: sglang.Engine, kinds: dict[str, dict[str, Any]]) -> dict[str, list[list[int]]]:
+    return {
+        kind: [each["output_ids"] for each in engine.generate(PROMPTS, params)]
+        for kind, params in kinds.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[str, list[list[int]]]:
+    """Of one rank."""
+    with engine(1) as one:
+        return answers(one, KINDS)
+
+
+def test_two_ranks_answer_as_one_and_take_control_calls(right: dict[str, list[list[int]]]) -> None:
+    """The gaps of these prompts are wide: no near-tie."""
+    with engine(2) as two:
+        assert answers(two, KINDS) == right
+        state = two.get_server_info()["internal_states"][0]
+        assert (state["orphan_token_count"], state["legacy_missing_tokens"]) == (0, 0)
+        whole = two.get_weights_by_name("model.layers.0.self_attn.q_proj.weight", 2048)
+        assert (len(whole), len(whole[0])) == (512, 256)
+        two.pause_generation(mode="retract")
+        two.release_memory_occupation()
+        two.resume_memory_occupation()
+        two.update_weights_from_disk("demo")
+        two.continue_generation()
+        two.flush_cache()
+        assert answers(two, {"greedy": GREEDY})["greedy"] == right["greedy"]
+
+
+def test_drafts_of_n_grams_are_those_of_the_model(right: dict[str, list[list[int]]]) -> None:
+    lossless = {kind: KINDS[kind] for kind in ("greedy", "seeded", "a schema")}
+    with engine(2, **NGRAM) as two:
+        for _ in range(2):  # the second time the texts are known
+            assert answers(two, lossless) == {kind: right[kind] for kind in lossless}
+
+
+@pytest.fixture
+def family() -> Iterator[list[psutil.Process]]:
+    """Processes that a test adds must be gone after it."""
+    processes: list[psutil.Process] = []
+    yield processes
+    _, alive = psutil.wait_procs(processes, timeout=ENDS_S)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "reason"),
+    [
+        ("rank 1", signal.SIGKILL, "The rank 1 process ended with signal 9"),
+        ("rank 1", signal.SIGSTOP, "The rank 1 process has been stopped for 3 s"),
+        ("scheduler", signal.SIGKILL, "The scheduler process ended with signal 9"),
+    ],
+)
+def test_a_rank_that_is_gone_or_stopped_ends_the_server(
+    victim: str, number: signal.Signals, reason: str, family: list[psutil.Process]
+) -> None:
+    with running_server("demo", "--tp-size", "2", "--num-threads", "1") as server:
+        children = ranks_of(server.process.pid)
+        family += children.values()
+        environ = children["rank 1"].environ()
+        assert environ["NCCL_NVLS_ENABLE"] == "0"
+        os.kill(children[victim].pid, number)
+        assert reason in server.process.communicate(timeout=ENDS_S)[1]
+        assert server.process.returncode != 0
+
+
+def ranks_of(pid: int) -> dict[str, psutil.Process]:
+    modules = {"rank_process": "rank 1", "scheduler_process": "scheduler"}
+    return {
+        role: child
+        for child in psutil.Process(pid).children()
+        for module, role in modules.items()
+        if any(word.endswith(module) for word in child.cmdline())
+    }
+
+
+def test_an_interrupt_leaves_nothing(family: list[psutil.Process]) -> None:
+    with running_server("demo", "--tp", "2", "--num-threads", "1") as server:
+        family += ranks_of(server.process.pid).values()
+        assert len(family) == 2
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(ENDS_S) == 0

@@ -1,0 +1,62 @@
+"""Flags of ranks that cannot be met are refused before a process starts; what a launcher gives its
+processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglang.srt.entrypoints.children import child_environ
+from sglang.srt.model_config import load_model_config
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.flag_checks import num_threads_of
+from sglang.srt.processes.rank_flags import check_ranks
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.shard import Shard
+
+MODEL = load_model_config("demo")  # 4 heads over 2 KV heads, intermediate 768
+
+
+def args(**flags: object) -> ServerArgs:
+    return ServerArgs(**{"model_path": "demo", "tp_size": 2, **flags})
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_ranks(args(tp_size=3), MODEL, ["cpu"])
+    assert str(error.value) == (
+        "--tp-size 3 does not divide the model's num_attention_heads 4 and num_key_value_heads 2;"
+        " each rank gets the same number. Ranks may be 1, 2."
+    )
+    odd = replace(MODEL, intermediate_size=767)
+    with pytest.raises(ConfigError, match=r"intermediate_size 767; .* Ranks may be 1\.$"):
+        check_ranks(args(), odd, ["cpu"])
+    check_ranks(args(), MODEL, ["cpu", "cuda"])
+    check_ranks(args(tp_size=1), odd, ["cuda"])
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_what_is_not_built_for_ranks_is_refused_by_name(algorithm: str) -> None:
+    flags = args(speculative_algorithm=algorithm, speculative_draft_model_path="demo-draft")
+    with pytest.raises(ConfigError, match=f"algorithm {algorithm} is not built yet; start without"):
+        check_ranks(flags, MODEL, ["cpu"])
+    with pytest.raises(ConfigError, match="--tp-size 2 on GPUs is not built yet; start one server"):
+        check_ranks(args(), MODEL, ["cuda"])
+
+
+def test_ranks_share_the_cores_of_a_machine() -> None:
+    assert [num_threads_of(args(tp_size=n), 4) for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("whole", "num_ranks"), [(12, 3), (13, 3), (5, 4), (2, 4)])
+def test_parts_follow_each_other_and_make_the_whole(whole: int, num_ranks: int) -> None:
+    cuts = [Shard(rank, num_ranks).cut(0, whole) for rank in range(num_ranks)]
+    places = [place for cut in cuts for place in range(cut.start, cut.start + cut.size)]
+    assert places == list(range(whole))
+    assert all(cut.size <= cuts[0].size for cut in cuts)
+
+
+def test_no_process_may_use_multicast_of_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert child_environ()["NCCL_NVLS_ENABLE"] == "0"
