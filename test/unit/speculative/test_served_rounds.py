@@ -252,5 +252,5 @@ def test_prices_that_are_remembered_are_bounded() -> None:
     right = prices.round_ms(StepCases(8), 3)
     for number in range(2 * MAX_COSTS):
         prices.round_ms(StepCases(8, 0, ((1.0, number),)), 3)
-    assert prices._known_cost.cache_info().currsize <= MAX_COSTS
+    assert prices.cost.cache_info().currsize <= MAX_COSTS
     assert prices.round_ms(StepCases(8), 3) == right
