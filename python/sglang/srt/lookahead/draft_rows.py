@@ -45,8 +45,7 @@ class LeftOutRows:
         self._lacking.discard(row)
 
     def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
-        """Notes whether a step leaves out the tokens of these rows, and returns its
-        `StepPlan.fed_again`."""
+        """Notes whether a step leaves tokens of these rows out; returns `StepPlan.fed_again`."""
         if rests:
             self._behind.update(rows)
             return []

@@ -79,6 +79,7 @@ class RoundCost:
         return self.rows_ms + self.kv_ms * kv_tokens
 
 
+@dataclass(eq=False)
 class MeasuredRounds:
     """Rounds over a target whose head runs in each step, and then drafts chains or trees.
 
@@ -94,23 +95,16 @@ class MeasuredRounds:
         drafts_at_once: the rows of all draft steps are one pass, which reads KV once (P-EAGLE).
     """
 
-    def __init__(
-        self,
-        target: PriceTable,
-        head: DraftPrices,
-        tree: TreeShape | None = None,
-        max_requests: int | None = None,
-        can_rest: bool = False,
-        drafts_at_once: bool = False,
-    ) -> None:
-        self.target = target
-        self.head = head
-        self.tree = tree
-        self.max_requests = max_requests
-        self.can_rest = can_rest
-        self.drafts_at_once = drafts_at_once
-        self.prompt_row_ms = target.least_row_ms
-        self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
+    target: PriceTable
+    head: DraftPrices
+    tree: TreeShape | None = None
+    max_requests: int | None = None
+    can_rest: bool = False
+    drafts_at_once: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt_row_ms = self.target.least_row_ms
+        self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
 
     @property
@@ -121,7 +115,7 @@ class MeasuredRounds:
         num_reqs, kv_tokens, prompts, num_plain = upcoming
         num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
         for chance, prompt_rows in prompts:
-            cost = self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
+            cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
             whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
             if prompt_rows:
                 whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
@@ -151,7 +145,7 @@ class MeasuredRounds:
         share = prompt_rows / (prompt_rows + num_rows)
         return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
 
-    def cost(
+    def _cost(
         self,
         num_reqs: int,
         num_drafts: int,
@@ -163,11 +157,6 @@ class MeasuredRounds:
         `num_drafts` drafts of a request, and each request is given as many drafts for the next one,
         but for `num_plain` that take none; beside `prompt_rows` rows of prompts, without their
         attention."""
-        return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-
-    def _cost(
-        self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int, num_plain: int
-    ) -> RoundCost:
         width, target = 1 + num_drafts, self.target
         logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)

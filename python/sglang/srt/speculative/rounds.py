@@ -69,9 +69,7 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
 
 
 def planner_of_rounds(
-    options: RoundOptions,
-    parts: DrafterParts,
-    prices: MeasuredRounds | None,
+    options: RoundOptions, parts: DrafterParts, prices: MeasuredRounds | None
 ) -> LookaheadPlanner[StepPlan]:
     """
     Args:
