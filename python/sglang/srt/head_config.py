@@ -375,7 +375,8 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
 
 
 def _mask_input(config: ModelConfig, shape: tuple[int, ...], layout: Layout) -> MaskInput | None:
-    """
+    """Reads what a head of P-EAGLE is fed in place of what is not known; None for other heads.
+
     Args:
         shape: of `mask_hidden`.
 

@@ -30,6 +30,7 @@ from sglang.srt.messages.control import (
     UpdateWeightsReq,
 )
 from sglang.srt.models.draft_head import DraftHead
+from tile_spec_rounds import DEAR_ROWS
 
 torch.set_num_threads(1)
 KINDS = (EAGLE, EAGLE3, P_EAGLE)
@@ -230,3 +231,12 @@ def test_figures_are_of_steps_that_verified_drafts(paths: dict[str, Path], kind:
     fed = sum(outcome.num_proposed_drafts for outcome in outcomes)
     assert state["avg_spec_accept_rate"] == confirmed / fed
     assert state["avg_spec_accept_length"] == pytest.approx(1 + 3 * state["avg_spec_accept_rate"])
+
+
+@BOTH
+def test_draft_steps_are_priced_as_one_pass_where_mask_tokens_draft(
+    paths: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    served: Any = Served(paths, kind, 3, setup_for(3), prices=DEAR_ROWS, tile_spec_cache=tmp_path)
+    tables = served.planner.rows.tile_spec._tables
+    assert tables._uniform.drafts_at_once == tables._packed.drafts_at_once == (kind == P_EAGLE)

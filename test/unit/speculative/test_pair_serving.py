@@ -36,6 +36,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_configs import PairConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import NewRow
 from sglang.srt.tokenizer import load_tokenizer
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
@@ -158,6 +159,24 @@ def test_steps_that_are_cut(paths: dict[str, Path], tmp_path: Path) -> None:
         choose_in_turn(harness, (Speculative(), NGRAMS))
         serve(harness, right_tokens(paths["target"]))
     assert harness.seen["confirmed"] > 20, harness.seen
+
+
+def test_chains_that_are_the_same_teach_nothing(paths: dict[str, Path]) -> None:
+    """Whatever longer chains of earlier steps were."""
+    drafter: Any = Served(paths["target"], pair_of(paths, EAGLE3), setup_for(NUM_STEPS)).drafter
+    both = drafter._of_model, drafter._of_match
+    rows, no_probs = torch.tensor([0, 1]), torch.tensor([0.5, 0.5])
+    longer = torch.tensor([[4, 5, 6], [4, 5, 6]]), torch.tensor([[4, 5, 7], [4, 5, 7]])
+    now = torch.tensor([[8, 9], [8, 9]]), torch.tensor([[8, 9], [8, 3]])
+    for chains, before, tokens in zip(both, longer, now, strict=True):
+        chains.judge(rows, before, torch.tensor([3, 3]), no_probs)
+        chains.judge(rows, tokens, torch.tensor([2, 2]), no_probs)
+    given = torch.tensor([[8, 9, 1], [8, 9, 1]])
+    accepted = AcceptedTokens(torch.tensor([3, 3]), torch.tensor([3, 3]), given)
+    drafter._learn(rows, accepted, torch.tensor([2, 2]))
+    for chains, right in zip(both, (2, 1), strict=True):  # of row 1 alone
+        trials = chains._confidence.trials
+        assert (float(trials.tried.sum()), float(trials.right.sum())) == (2, right)
 
 
 def test_where_all_name_n_grams_a_head_drafts_nothing(

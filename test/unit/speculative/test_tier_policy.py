@@ -139,7 +139,10 @@ def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> 
         row_kv_ms=0.01,
     )
     passes = {1: Curve((1, 8), (7.0, 7.0)), 2: Curve((1, 8), (14.0, 14.0))}
-    prices = MeasuredRounds(target, DraftPrices(extend, passes))
+    prices = [
+        MeasuredRounds(target, DraftPrices(extend, passes), drafts_at_once=at_once)
+        for at_once in (False, True)
+    ]
     for num_reqs, num_drafts, kv_tokens in itertools.product((1, 3, 8), range(4), (0, 40)):
         rows = num_reqs * (1 + num_drafts)
         shape = StepShape(
@@ -149,8 +152,11 @@ def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> 
         cost += kv_tokens * (0.02 + 0.01 * (1 + num_drafts))
         if num_drafts:
             cost += 3.0 * num_reqs + (num_drafts - 1) * (7.0 + 0.03 * kv_tokens)
-        found = prices.round_ms(StepCases(num_reqs, kv_tokens), num_drafts)
-        assert found == pytest.approx(cost)
+        upcoming = StepCases(num_reqs, kv_tokens)
+        one_by_one, at_once = (each.round_ms(upcoming, num_drafts) for each in prices)
+        assert one_by_one == pytest.approx(cost)
+        saved = 0.02 * kv_tokens * max(0, num_drafts - 2)  # KV is read once for all draft rows
+        assert at_once == pytest.approx(cost - saved)
 
 
 def test_steps_of_fewer_rows_than_the_widest_find_the_smallest_graph_that_has_room() -> None:

@@ -40,12 +40,12 @@ class LeftOutRows:
         return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
 
     def admit(self, row: int) -> None:
-        """A request has just got a row."""
+        """Forgets the request that had the row before."""
         self._behind.discard(row)
         self._lacking.discard(row)
 
     def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
-        """Hears of a step whether it leaves tokens out. Returns `StepPlan.fed_again`."""
+        """Notes whether a step leaves tokens of these rows out; returns `StepPlan.fed_again`."""
         if rests:
             self._behind.update(rows)
             return []

@@ -79,6 +79,7 @@ class RoundCost:
         return self.rows_ms + self.kv_ms * kv_tokens
 
 
+@dataclass(eq=False)
 class MeasuredRounds:
     """Rounds over a target whose head runs in each step, and then drafts chains or trees.
 
@@ -91,23 +92,19 @@ class MeasuredRounds:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
+        drafts_at_once: the rows of all draft steps are one pass, which reads KV once (P-EAGLE).
     """
 
-    def __init__(
-        self,
-        target: PriceTable,
-        head: DraftPrices,
-        tree: TreeShape | None = None,
-        max_requests: int | None = None,
-        can_rest: bool = False,
-    ) -> None:
-        self.target = target
-        self.head = head
-        self.tree = tree
-        self.max_requests = max_requests
-        self.can_rest = can_rest
-        self.prompt_row_ms = target.least_row_ms
-        self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
+    target: PriceTable
+    head: DraftPrices
+    tree: TreeShape | None = None
+    max_requests: int | None = None
+    can_rest: bool = False
+    drafts_at_once: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt_row_ms = self.target.least_row_ms
+        self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
 
     @property
@@ -118,7 +115,7 @@ class MeasuredRounds:
         num_reqs, kv_tokens, prompts, num_plain = upcoming
         num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
         for chance, prompt_rows in prompts:
-            cost = self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
+            cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
             whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
             if prompt_rows:
                 whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
@@ -148,7 +145,7 @@ class MeasuredRounds:
         share = prompt_rows / (prompt_rows + num_rows)
         return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
 
-    def cost(
+    def _cost(
         self,
         num_reqs: int,
         num_drafts: int,
@@ -160,11 +157,6 @@ class MeasuredRounds:
         `num_drafts` drafts of a request, and each request is given as many drafts for the next one,
         but for `num_plain` that take none; beside `prompt_rows` rows of prompts, without their
         attention."""
-        return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-
-    def _cost(
-        self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int, num_plain: int
-    ) -> RoundCost:
         width, target = 1 + num_drafts, self.target
         logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
@@ -208,8 +200,9 @@ class MeasuredRounds:
         if tree is not None:
             kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
             return RoundCost(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
-        first_ms, more_ms = head.extend.head.at(num_reqs), 0.0
-        if num_drafts > 1:
-            more_ms = head.passes[num_drafts - 1].at(num_reqs)
-        kv_ms = (num_drafts - 1) * (head.extend.kv_ms + head.extend.row_kv_ms)
-        return RoundCost(first_ms + more_ms, kv_ms)
+        first_ms, num_steps = head.extend.head.at(num_reqs), num_drafts - 1
+        if num_steps == 0:
+            return RoundCost(first_ms, 0.0)
+        num_passes = 1 if self.drafts_at_once else num_steps
+        kv_ms = num_passes * head.extend.kv_ms + num_steps * head.extend.row_kv_ms
+        return RoundCost(first_ms + head.passes[num_steps].at(num_reqs), kv_ms)

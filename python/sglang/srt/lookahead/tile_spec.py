@@ -51,8 +51,7 @@ class RoundTables:
         self._uniform = self._packed = rounds
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
-            target = _without_graphs(rounds.target)
-            self._packed = MeasuredRounds(target, head, rounds.tree, rounds.max_requests)
+            self._packed = replace(rounds, target=_without_graphs(rounds.target), head=head)
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 

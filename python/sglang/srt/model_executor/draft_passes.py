@@ -111,7 +111,7 @@ class DraftPass:
 
 
 class MaskPass:
-    """N drafts of each request by one step of a head that has mask tokens (P-EAGLE, arXiv
+    """Drafts N tokens of each request in one step of a head that has mask tokens (P-EAGLE, arXiv
     2602.01469, section 3): it feeds N of them, and the row of each gives the token after it.
 
     Args:
@@ -143,8 +143,8 @@ class MaskPass:
     def run(self, first: ForwardBatch) -> Drafts:
         """
         Args:
-            first: the first row of each request. Its tokens and hidden states are ignored. Rows
-                that write to the dummy slot are padding.
+            first: the place of each request's first mask token; its tokens and hidden states are
+                ignored. Rows that write to the dummy slot are padding.
         """
         count, more = len(first.positions), self._num_rows - 1
         positions, slots, _ = places_after(first, self._num_rows, self._table)

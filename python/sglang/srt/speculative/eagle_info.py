@@ -47,8 +47,8 @@ class EagleVerifyInput:
     per_request_draft_token_num: torch.Tensor | None = None
 
     def limited(self, counts: Sequence[int]) -> EagleVerifyInput:
-        """The same with no more than these D counts of drafts; where all get as many, nothing is
-        copied to the device."""
+        """Returns the first drafts of each of the D requests, no more than these counts. Where all
+        get all of them, copies nothing to the device."""
         if min(counts) == self.draft_token.shape[1]:
             return self
         on_device = to_device(list(counts), self.draft_token.device, torch.int64)

@@ -13,7 +13,6 @@ import torch
 
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import load
@@ -80,8 +79,9 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
-        rounds: RoundOptions = parts.options.rounds
-        prices = measured_rounds(parts, may_rest=rounds.policy.may_rest)
+        options: EagleConfig = parts.options
+        rounds, has_masks = options.rounds, options.head.mask is not None
+        prices = measured_rounds(parts, rounds.policy.may_rest, drafts_at_once=has_masks)
         return PlannedDrafter(planner_of_rounds(rounds, parts, prices), cls(parts))
 
     def extend(self, step: ComputedStep) -> torch.Tensor:

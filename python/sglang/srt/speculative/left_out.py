@@ -36,8 +36,8 @@ class LeftOutTokens:
         self._any_marked = False
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
-        """Before a step is launched. From its first row on, a request whose last tokens were left
-        out is fed all again."""
+        """Gets `kv_starts` ready before a step is launched: new requests see all KV, and those that
+        are fed again (`StepPlan.fed_again`) see the KV of what they are fed from now on."""
         if self._any_marked and batch.new_rows:
             new = self._on_device([new.row for new in batch.new_rows])
             for each in self._marks:  # not `starts[new] = 0`, for which torch 2.11 waits
@@ -48,8 +48,8 @@ class LeftOutTokens:
                 each.starts[rows] = self._state.committed[rows]
 
     def fed(self, step: ComputedStep) -> ComputedStep | None:
-        """The part of a step that the drafter is fed, in graphs of steps too; None: nothing. Waits
-        for nothing on the device."""
+        """Returns the part of a step that the drafter is fed; None: nothing. Called in the capture
+        of graphs of steps too. Waits for nothing on the device."""
         plan, num_reqs = step.plan, len(step.batch.rows)
         if plan.left_out:
             self._any_marked = bool(self._marks)
@@ -66,7 +66,7 @@ class LeftOutTokens:
         return step
 
     def _hide_prefixes(self, step: ComputedStep) -> None:
-        """Lets new requests see their cached prefix after its last mark."""
+        """Hides the cached prefix of new requests up to its last slot that is marked."""
         for new in step.batch.new_rows:
             if not new.num_committed:
                 continue

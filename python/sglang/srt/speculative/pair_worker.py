@@ -77,8 +77,8 @@ class _Chains:
     def judge(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, scores: torch.Tensor
     ) -> _Judged:
-        """Keeps new chains of rows [R]: tokens [R, D] int64, of which each has counts [R] int64.
-        Scores [R] say of which class they are."""
+        """Keeps new chains of rows [R], tokens [R, D] int64, of which each has its first counts [R]
+        int64. Scores [R] say of which class they are."""
         width = tokens.shape[1]
         self.tokens[rows, :width] = tokens
         self.counts[rows] = counts
@@ -97,8 +97,9 @@ class _Chains:
 
 
 class PairDrafter(Drafter):
-    """All that is planned, and all that the model is fed, is as without n-grams. A head drafts for
-    no request that names n-grams, but in graphs, where that would save nothing."""
+    """Lets the drafter with a model do all that it does alone, then writes the chains of n-grams
+    over its own where these are given. A head drafts nothing for requests that name n-grams, except
+    in graphs, where leaving them out would save nothing."""
 
     def __init__(self, parts: DrafterParts, model: Drafter) -> None:
         options: PairConfig = parts.options
@@ -163,8 +164,11 @@ class PairDrafter(Drafter):
     ) -> None:
         """Learns from a step that verified num_drafts [R] of rows [R]."""
         both = self._of_model, self._of_match
-        differ = (both[0].tokens[rows] != both[1].tokens[rows]).any(1)
-        num_known = torch.where(differ & (num_drafts > 0), accepted.accept_lens, 0)
+        is_other = both[0].tokens[rows] != both[1].tokens[rows]
+        longest = torch.maximum(both[0].counts[rows], both[1].counts[rows])
+        is_other &= self._offsets <= longest[:, None]
+        teaches = is_other.any(1) & (num_drafts > 0)
+        num_known = torch.where(teaches, accepted.accept_lens, 0)
         for chains in both:
             chains.learn(rows, accepted.next_token_ids, num_known)
 
@@ -187,7 +191,8 @@ class PairDrafter(Drafter):
         drafts.write(self._step_ops, self._state, rows)  # over the model's
 
     def _of_the_model(self, step: ExtendedStep) -> ExtendedStep:
-        """The same step without drafts for requests that name n-grams, where that may be."""
+        """Returns the step without drafts for requests that name n-grams; the same step if the
+        model must draft for all (`DrafterNeeds.feeds_by_drafting`)."""
         if self._drafts_for_all:
             return step
         planned = zip(step.batch.rows, step.plan.next_drafts, strict=True)
@@ -195,7 +200,8 @@ class PairDrafter(Drafter):
         return replace(step, plan=replace(step.plan, next_drafts=counts))
 
     def _judged_model(self, rows: torch.Tensor, counts: torch.Tensor, num_drafts: int) -> _Judged:
-        """The chains that the model has just written for rows [R], counts [R] drafts of each."""
+        """Judges the chains that the model has just written for rows [R], counts [R] drafts of
+        each."""
         state = self._state
         assert state.confidence is not None, "`needs` asks for it."
         columns = state.committed[rows][:, None] + self._offsets[:num_drafts]
@@ -211,7 +217,7 @@ def _kind(options: PairConfig) -> DrafterType:
 
 
 def _wish(name: str | None) -> int:
-    """EITHER, MODEL or NGRAMS, by the name of a drafter."""
+    """Returns EITHER, MODEL or NGRAMS, by the name of a drafter."""
     if name is None:
         return EITHER
     return NGRAMS if name == NGRAM_NAME else MODEL

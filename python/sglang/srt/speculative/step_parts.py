@@ -62,8 +62,8 @@ class _Kept:
 
 
 def part_of(step: ComputedStep, places: Sequence[int]) -> ComputedStep:
-    """The step as it would be with some of its R requests alone: none of the others has a row.
-    Nothing here waits for the device.
+    """Returns the step as it would be with some of its R requests alone: none of the others has a
+    row. Waits for nothing on the device.
 
     Args:
         places: of these requests among the R, ascending; one at least. Where the device divides the
