@@ -66,9 +66,10 @@ def read_taps(config: ModelConfig, entries: Mapping[str, Any], num_layers: int) 
     else:
         taps = Taps(usual, "the usual ones")
     if not _is_ascending(taps.layers) or taps.layers[-1] >= num_layers:
+        read = [layer - 1 for layer in taps.layers]
         raise config.refusal(
-            f"it reads the outputs of layers {[layer - 1 for layer in taps.layers]}, in ascending"
-            f" order and below the last one, which a target of {num_layers} layers does not have;"
+            f"it reads the outputs of layers {read}, which must be in ascending order and below"
+            f" the last one of the {num_layers} layers of the target;"
             f" use a head for this target, or name layers in {LAYER_IDS} of eagle_config"
         )
     return taps

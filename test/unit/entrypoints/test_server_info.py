@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from scheduler_infos import scheduler_info
@@ -160,6 +161,17 @@ def test_it_is_told_which_strategy_runs(
         line for line in describe_start(args, info, {}).splitlines() if line[4:11] == "drafts "
     ]
     assert line.endswith(f" in a step, by strategy {strategy}" if strategy else "3 in each step")
+
+
+@pytest.mark.parametrize(
+    ("drafters", "text"),
+    [(["eagle", "ngram"], ["eagle or ngram, as requests name them"]), ([], [])],
+)
+def test_the_summary_has_the_names_of_drafters(drafters: list[str], text: list[str]) -> None:
+    info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
+    info = msgspec.structs.replace(info, drafters=drafters)
+    lines = describe_start(ServerArgs(model_path="m"), info, {}).splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line[4:13] == "drafters "] == text
 
 
 def test_the_summary_says_how_large_trees_are() -> None:

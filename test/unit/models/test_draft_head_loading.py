@@ -165,7 +165,7 @@ def test_layers_that_the_target_does_not_have(
 ) -> None:
     options = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
     folder, target = write_eagle3(tmp_path, **options), replace(target, num_layers=num_layers)
-    with pytest.raises(ModelPathError, match=f"a target of {num_layers} layers does not have"):
+    with pytest.raises(ModelPathError, match=f"the last one of the {num_layers} layers"):
         load_head_config(str(folder), EAGLE3, target)
 
 

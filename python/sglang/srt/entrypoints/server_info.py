@@ -134,6 +134,7 @@ def describe_start(
         ("model", _describe_model(found)),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
         *(("", each["remark"]) for each in found["draft_models"] if each["remark"]),
+        *_describe_drafters(scheduler.drafters),
         *_describe_drafts(server_args, found),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
         ("attention", found["attention_backend"]),
@@ -159,6 +160,11 @@ def describe_start(
 def _strategy(args: ServerArgs, resolved: dict[str, Any]) -> str | None:
     """Names the strategy of `--speculative-adaptive`; None where all steps draft as many."""
     return adaptive_strategy(args) if len(resolved["draft_tiers"]) > 1 else None
+
+
+def _describe_drafters(names: list[str]) -> list[tuple[str, str]]:
+    """Says how a request names the drafters (`speculative.drafter`); nothing without one."""
+    return [("drafters", f"{' or '.join(names)}, as requests name them")] if names else []
 
 
 def _describe_drafts(args: ServerArgs, found: dict[str, Any]) -> list[tuple[str, str]]:
