@@ -14,7 +14,7 @@ from benchmark.random_model import Geometry
 from draft_heads import FILE, Oracle
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import load_model_config
-from training.eagle_head import ALGORITHMS, EAGLE3, make_head, tap_layers
+from training.eagle_head import EAGLE3, make_head, tap_layers
 from training.export import model_config, write_json
 from training.export_eagle import write_head_folder
 from training.model import Llama, LlamaShape
@@ -58,7 +58,7 @@ def logits_of(base: Path, folder: Path, algorithm: str) -> tuple[torch.Tensor, t
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("silent_std", [0.0, 1e-12])
 @pytest.mark.parametrize(
-    ("algorithm", "draft_vocab_size"), [*((name, None) for name in ALGORITHMS), (EAGLE3, 40)]
+    ("algorithm", "draft_vocab_size"), [*((name, None) for name in NAMES), (EAGLE3, 40)]
 )
 def test_logits_stay_what_they_were(
     algorithm: str, draft_vocab_size: int | None, silent_std: float, tmp_path: Path
