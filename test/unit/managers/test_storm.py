@@ -58,3 +58,9 @@ def test_a_seed_gives_the_same_round_again(tmp_path: Path) -> None:
     assert first.run_round() == again.run_round()
     assert first.outputs == again.outputs
     assert first.replies == again.replies
+
+
+def test_requests_that_no_step_has_fed_get_no_kv_of_old_weights(tmp_path: Path) -> None:
+    """In this round some have a row and a cached prefix when weights change in place."""
+    seen = run_rounds(TinyModels(tmp_path), 1_000_052, 0.0, 1, 1)
+    assert seen["updates"] >= 1

@@ -265,6 +265,7 @@ class WeightControl:
             self._half_written.clear()
         if update.aborts or message.abort_all_requests:
             self._abort_all(WEIGHT_UPDATE_ABORT_MESSAGE)
+        self._lifecycle.retract_unfed()
         self._lifecycle.ledger.begin_weight_epoch()
         if self._state.broken:
             self._answer(message.call_id, BROKEN, status_code=500)

@@ -192,6 +192,12 @@ class RequestLifecycle:
             self.retract(req)
             req.must_finish = False
 
+    def retract_unfed(self) -> None:
+        """Retracts running requests that no step has fed since their admission: after a change of
+        weights they get no cached prefix of the old ones. Call it only without a step in flight."""
+        for req in [req for req in self.running if req.row_is_new]:
+            self.retract(req)
+
     def finish(self, req: Req, reason: FinishReason) -> None:
         """Ends a request. Its KV is released once all launched steps that name it have been
         read."""
