@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -141,6 +141,9 @@ class KVLedger:
 
     Args:
         row_width: columns of a row.
+
+    Attributes:
+        version: counts what may change the results of `shared_nodes`.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class KVLedger:
         self._writes: dict[int, list[PageRun]] = {}
         self.page_size = allocator.page_size
         self.weight_epoch = 0
+        self.version = 0
 
     def begin_weight_epoch(self) -> None:
         """Begins the next epoch: KV computed from now on is of other weights. Call it only with no
@@ -199,6 +203,7 @@ class KVLedger:
     def admit(self, namespace: Namespace, tokens: Sequence[int]) -> RequestKV:
         """Gives a request a row and its cached prefix, locked. At least one token stays without KV,
         since a step must feed one. Needs a free row."""
+        self.version += 1
         namespace = (self.weight_epoch, *namespace)
         found = self._tree.match(namespace, tokens[: len(tokens) - 1])
         self._tree.lock(found.node)
@@ -244,6 +249,7 @@ class KVLedger:
         """
         if kv.weight_epoch != self.weight_epoch:
             return
+        self.version += 1
         num_pages = len(tokens) // self.page_size
         result = self._tree.insert(kv.namespace, tokens, kv.pages[:num_pages])
         self._tree.lock(result.node)
@@ -262,6 +268,7 @@ class KVLedger:
         if kv.is_released:
             raise RuntimeError(f"KV of row {kv.row} was released twice.")
         kv.is_released = True
+        self.version += 1
         leftover = kv.private_pages
         if kv.weight_epoch != self.weight_epoch:
             tokens = None
@@ -278,6 +285,15 @@ class KVLedger:
         self._free_rows.append(kv.row)
         self._writes.pop(kv.row, None)
         kv.pages = array("q")
+
+    def shared_nodes(self, kv: RequestKV) -> Iterator[tuple[CacheNode, int]]:
+        """The nodes of the tree that are locked by others too and whose prefix is KV of this
+        request, each with the pages of its prefix."""
+        is_copied = kv.duplicate_end > kv.shared_end
+        end = kv.shared_end if is_copied else kv.inserted_end
+        for node, num_pages in self._tree.shared_nodes(kv.node, kv.inserted_end):
+            if num_pages <= end:
+                yield node, num_pages
 
     def flush(self) -> int:
         """Empties the tree; returns the tokens dropped. Nothing may be locked."""
