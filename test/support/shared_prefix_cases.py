@@ -1,5 +1,5 @@
-"""Steps of one row per request that share prefixes, by the Triton backend, against softmax attention
-in float64 over the keys of each row's slots.
+"""Steps of one row per request that share prefixes, by the Triton backend, against attention in
+float64 over the keys of each row's slots.
 
 As a program it runs all cases in float32 and prints a line of JSON per case; see
 `attention_cases.py`.
@@ -53,7 +53,9 @@ SHARED_CASES = {
         groups=[(33, 3), (0, 2), (7, 2), (100, 5)], page_size=1, num_kv_heads=2, num_heads=8
     ),
     "a prefix that many programs share": SharedCase(groups=[(300, 2)], page_size=1),
-    "one query head per KV head": SharedCase(groups=[(48, 3), (16, 2)], num_heads=2, num_kv_heads=2),
+    "one query head per KV head": SharedCase(
+        groups=[(48, 3), (16, 2)], num_heads=2, num_kv_heads=2
+    ),
     "eight query heads per KV head": SharedCase(groups=[(48, 6), (16, 2)], num_heads=8),
     "three query heads per KV head": SharedCase(groups=[(48, 6)], num_heads=3, head_dim=24),
     "a window in one layer": SharedCase(groups=[(48, 3), (0, 1)], windows=(None, 20)),
@@ -116,7 +118,9 @@ class PlacedStep:
             if length
         ]
         self.q = [
-            self._values(len(self.slots) + (case.graph_spare or 0), case.num_heads).to(device, dtype)
+            self._values(len(self.slots) + (case.graph_spare or 0), case.num_heads).to(
+                device, dtype
+            )
             for _ in case.windows
         ]
 
@@ -159,9 +163,7 @@ class PlacedStep:
 def shared_error(case: SharedCase, device: str, dtype: torch.dtype) -> float:
     """The largest error of any layer."""
     step = PlacedStep(case, device, dtype)
-    backend = ATTENTION_BACKENDS.load("triton")(
-        step.table, step.pool, case.num_heads, case.windows
-    )
+    backend = ATTENTION_BACKENDS.load("triton")(step.table, step.pool, case.num_heads, case.windows)
     if case.earlier:
         earlier = PlacedStep(replace(case, groups=case.earlier), device, dtype, seed=1)
         backend.plan(replace(step.batch(), shared_prefixes=earlier.prefixes))

@@ -88,9 +88,10 @@ TREE_INPUTS = ("ancestors_ptr", "tree_starts_ptr", "ancestors_out_ptr", "tree_st
 HIDDEN_INPUTS = ("hidden_ptr", "hidden_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
-SHARED = {
-    f"{name}_ptr": "*i32" for name in ("counts", "tiles", "members", "places", "starts")
-} | {"own_sums_ptr": "*fp32", "own_stats_ptr": "*fp32"}
+SHARED = {f"{name}_ptr": "*i32" for name in ("counts", "tiles", "members", "places", "starts")} | {
+    "own_sums_ptr": "*fp32",
+    "own_stats_ptr": "*fp32",
+}
 UNPACKED = {"tree_starts_ptr": None, "q_starts_ptr": None}
 # As launched without trees of drafts, with them, with those of earlier steps in a packed one and KV
 # that is not there, and with the latter alone; all but the first with a guarded page table.
@@ -271,8 +272,14 @@ KERNELS = {
     "sum with shared prefixes": Kernel(
         shared_kernel._add_up_kernel,
         {
-            **{**HEADS, "BLOCK_M": 16, "BLOCK_N": 32, "TILE_M": 64, "TILE_N": 64, "TILE_SIZE": 4},
-            **{"BLOCK_S": 1, "MAX_SPLITS": 8},
+            **HEADS,
+            "BLOCK_M": 16,
+            "BLOCK_N": 32,
+            "TILE_M": 64,
+            "TILE_N": 64,
+            "TILE_SIZE": 4,
+            "BLOCK_S": 1,
+            "MAX_SPLITS": 8,
         },
         num_warps=1,
         types=SHARED,
