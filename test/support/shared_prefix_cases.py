@@ -45,25 +45,22 @@ class SharedCase:
 
 # In the interpreter a tile has 32 rows, so 8 requests with four query heads per KV head.
 SHARED_CASES = {
-    "a prefix of one request": SharedCase(groups=[(48, 1), (0, 2)]),
-    "two requests": SharedCase(groups=[(64, 2)], head_dim=64),
-    "a full tile": SharedCase(groups=[(80, 8)]),
-    "one more than a tile": SharedCase(groups=[(80, 9), (0, 1)]),
-    "several prefixes and none, pages of 1": SharedCase(
-        groups=[(33, 3), (0, 2), (7, 2), (100, 5)], page_size=1, num_kv_heads=2, num_heads=8
+    "a prefix of one request": SharedCase(groups=[(16, 1), (0, 1)]),
+    "a full tile, one more than a tile, and no prefix": SharedCase(
+        groups=[(32, 8), (16, 9), (0, 1)]
     ),
-    "a prefix that many programs share": SharedCase(groups=[(300, 2)], page_size=1),
-    "one query head per KV head": SharedCase(
-        groups=[(48, 3), (16, 2)], num_heads=2, num_kv_heads=2
+    "pages of 1, edges of tiles of KV": SharedCase(
+        groups=[(33, 3), (0, 2), (7, 2), (48, 2)], page_size=1, num_kv_heads=2, num_heads=8
     ),
-    "eight query heads per KV head": SharedCase(groups=[(48, 6), (16, 2)], num_heads=8),
-    "three query heads per KV head": SharedCase(groups=[(48, 6)], num_heads=3, head_dim=24),
-    "a window in one layer": SharedCase(groups=[(48, 3), (0, 1)], windows=(None, 20)),
+    "a prefix that many programs share": SharedCase(groups=[(200, 2)], page_size=1),
+    "one query head per KV head": SharedCase(groups=[(48, 3), (16, 2)], num_heads=1),
+    "eight query heads per KV head": SharedCase(groups=[(32, 5)], num_heads=8),
+    "three query heads per KV head": SharedCase(groups=[(32, 2)], num_heads=3, head_dim=24),
+    "a window in one layer": SharedCase(groups=[(48, 2)], windows=(None, 20)),
     "long after the prefix, in splits": SharedCase(groups=[(32, 2)], own_lens=(150, 3)),
-    "a graph with padding": SharedCase(groups=[(48, 5), (0, 2), (32, 2)], graph_spare=3),
     "a graph without prefixes": SharedCase(groups=[(0, 3)], graph_spare=1),
-    "a graph whose step before had others": SharedCase(
-        groups=[(16, 3), (0, 4)], graph_spare=2, earlier=[(48, 5), (32, 2)]
+    "a graph with padding, whose step before had others": SharedCase(
+        groups=[(16, 3), (0, 2)], graph_spare=2, earlier=[(32, 3), (48, 2)]
     ),
 }
 

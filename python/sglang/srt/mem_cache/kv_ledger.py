@@ -141,9 +141,6 @@ class KVLedger:
 
     Args:
         row_width: columns of a row.
-
-    Attributes:
-        version: counts what may change the results of `shared_nodes`.
     """
 
     def __init__(
@@ -160,7 +157,6 @@ class KVLedger:
         self._writes: dict[int, list[PageRun]] = {}
         self.page_size = allocator.page_size
         self.weight_epoch = 0
-        self.version = 0
 
     def begin_weight_epoch(self) -> None:
         """Begins the next epoch: KV computed from now on is of other weights. Call it only with no
@@ -203,7 +199,6 @@ class KVLedger:
     def admit(self, namespace: Namespace, tokens: Sequence[int]) -> RequestKV:
         """Gives a request a row and its cached prefix, locked. At least one token stays without KV,
         since a step must feed one. Needs a free row."""
-        self.version += 1
         namespace = (self.weight_epoch, *namespace)
         found = self._tree.match(namespace, tokens[: len(tokens) - 1])
         self._tree.lock(found.node)
@@ -249,7 +244,6 @@ class KVLedger:
         """
         if kv.weight_epoch != self.weight_epoch:
             return
-        self.version += 1
         num_pages = len(tokens) // self.page_size
         result = self._tree.insert(kv.namespace, tokens, kv.pages[:num_pages])
         self._tree.lock(result.node)
@@ -268,7 +262,6 @@ class KVLedger:
         if kv.is_released:
             raise RuntimeError(f"KV of row {kv.row} was released twice.")
         kv.is_released = True
-        self.version += 1
         leftover = kv.private_pages
         if kv.weight_epoch != self.weight_epoch:
             tokens = None

@@ -15,57 +15,44 @@ LEAST_SAVED_TOKENS = 16384
 
 
 class SharedPrefixes:
-    """Finds prefixes anew only after requests or the cache have changed, since both stay the same
-    from one decode step to the next.
-
-    Args:
-        least_saved: tokens that prefixes must save in a step.
+    """Finds prefixes anew only for other requests than in the step before: pages of a request stay
+    the same until it ends, so what some requests share does too, whatever the cache does.
     """
 
-    def __init__(self, ledger: KVLedger, least_saved: int = LEAST_SAVED_TOKENS) -> None:
+    def __init__(self, ledger: KVLedger) -> None:
         self._ledger = ledger
-        self._least_saved = least_saved
-        self._known_of: tuple[int, list[RequestKV]] = (-1, [])
+        self._known_of: list[RequestKV] = []
         self._known: list[SharedPrefix] = []
 
     def find(self, requests: list[RequestKV]) -> list[SharedPrefix]:
         """Returns prefixes of requests that decode, the longest first; each request is in one at
         most. The result must not be changed."""
-        if not requests:
-            return []
-        version, known = self._known_of
-        if version != self._ledger.version or known != requests:
+        if requests != self._known_of:
             self._known = self._search(requests)
-            self._known_of = self._ledger.version, requests
+            self._known_of = requests
         return self._known
 
     def _search(self, requests: list[RequestKV]) -> list[SharedPrefix]:
-        members: dict[CacheNode, list[int]] = {}
-        num_pages: dict[CacheNode, int] = {}
+        """Gives each request the prefix that saves most for it, by how many have that prefix."""
+        members: dict[tuple[CacheNode, int], list[int]] = {}
         for index, kv in enumerate(requests):
-            for node, depth in self._ledger.shared_nodes(kv):
-                members.setdefault(node, []).append(index)
-                num_pages[node] = depth
-        gains = {
-            node: num_pages[node] * (1 - 1 / min(len(found), TILE_REQUESTS))
-            for node, found in members.items()
-            if len(found) > 1
-        }
-        best: dict[int, CacheNode] = {}
-        for node, gain in gains.items():
-            for index in members[node]:
-                if index not in best or gain > gains[best[index]]:
-                    best[index] = node
-        chosen: dict[CacheNode, list[int]] = {}
-        for index, node in best.items():
-            chosen.setdefault(node, []).append(index)
-        page_size = self._ledger.page_size
+            for place in self._ledger.shared_nodes(kv):
+                members.setdefault(place, []).append(index)
+        best: dict[int, tuple[float, int, CacheNode]] = {}
+        for (node, num_pages), found in members.items():
+            saved = num_pages * (1 - 1 / min(len(found), TILE_REQUESTS))
+            for index in found if len(found) > 1 else ():
+                if index not in best or (saved, num_pages) > best[index][:2]:
+                    best[index] = saved, num_pages, node
+        chosen: dict[tuple[CacheNode, int], list[int]] = {}
+        for index, (_, num_pages, node) in best.items():
+            chosen.setdefault((node, num_pages), []).append(index)
         prefixes = [
-            _prefix(num_pages[node] * page_size, sorted(found), requests)
-            for node, found in chosen.items()
+            _prefix(num_pages * self._ledger.page_size, sorted(found), requests)
+            for (_, num_pages), found in chosen.items()
             if len(found) > 1
         ]
-        if sum(_saved_tokens(prefix) for prefix in prefixes) < self._least_saved:
+        if sum(map(_saved_tokens, prefixes)) < LEAST_SAVED_TOKENS:
             return []
         return sorted(prefixes, key=lambda prefix: -prefix.num_tokens)
 
