@@ -59,8 +59,10 @@ CASES = (
     Case(32, 4, 2048),
     Case(1, 16, 2048, 16000),
     Case(1, 4, 30000),
-    *(Case(1, 128, length) for length in (64, 128, 256)),
-    *(Case(1, 16, length) for length in (512, 1024)),
+    *(Case(1, 128, length) for length in (256, 512)),
+    Case(1, 64, 1024),
+    *(Case(1, 16, length) for length in (1024, 2048)),
+    Case(1, 8, 4096),
     Case(128, 1, 4096),  # nothing is shared
 )
 

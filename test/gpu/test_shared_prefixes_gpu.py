@@ -1,5 +1,5 @@
-"""Decode attention over shared prefixes on a CUDA GPU: its kernels against float64, and answers of a
-whole model, in graphs, against transformers."""
+"""Decode attention over shared prefixes on a CUDA GPU: its kernels against float64, and answers of
+a model, in graphs, against transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from attention_cases import TOLERANCE
 from long_prompts import FAMILIES, Serving, check_cached_prefixes, long_model
-from shared_prefix_cases import SHARED_CASES, SharedCase, shared_error
 from sglang.srt.layers.attention.shared_prefixes import SharedPrefixAttention
 from sglang.srt.mem_cache import shared_prefixes
+from shared_prefix_cases import SHARED_CASES, SharedCase, shared_error
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

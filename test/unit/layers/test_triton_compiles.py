@@ -276,10 +276,10 @@ KERNELS = {
             "BLOCK_M": 16,
             "BLOCK_N": 32,
             "TILE_M": 64,
-            "TILE_N": 64,
+            "TILE_N": 128,
             "TILE_SIZE": 4,
             "BLOCK_S": 1,
-            "MAX_SPLITS": 8,
+            "MAX_SPLITS": 16,
         },
         num_warps=1,
         types=SHARED,
@@ -564,6 +564,7 @@ def test_attention_fits_into_the_shared_memory(
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
     monkeypatch.setattr(triton_tuning, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_tuning, "shared_memory_bytes", lambda device: limit)
     tuning = triton_tuning.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     all_tiles = {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}
@@ -578,3 +579,8 @@ def test_attention_fits_into_the_shared_memory(
         constants |= {"tree_starts_ptr": None, "kv_starts_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
         assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit
+    constants = {**HEADS, **heads, "TILE_SIZE": 4}
+    constants |= {"BLOCK_M": tuning.shared.block_m, "BLOCK_N": tuning.shared.block_n}
+    more = tuning.shared.num_warps, tuning.shared.num_stages, SHARED
+    kernel = Kernel(shared_kernel._prefix_kernel, constants, *more)
+    assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit

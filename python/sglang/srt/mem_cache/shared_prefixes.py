@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import SharedPrefix
 TILE_REQUESTS = 16  # for which KV that they share is read once, about
 # Tokens of KV that a step does not read again; what that takes must be more than two further
 # kernels in each layer do.
-LEAST_SAVED_TOKENS = 16384
+LEAST_SAVED_TOKENS = 32768
 
 
 class SharedPrefixes:

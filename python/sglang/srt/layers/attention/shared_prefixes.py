@@ -92,11 +92,11 @@ class SharedPrefixAttention:
         own_workspace: torch.Tensor,
     ) -> None:
         self._num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
-        self._tiles = tuning.few
+        self._tiles = tuning.shared
         self._num_multiprocessors = tuning.num_programs // 2
         self._num_programs = triton.cdiv(tuning.num_programs, self._num_kv_heads)
         self._max_tiles = max(1, MAX_PROGRAMS // self._num_kv_heads)
-        self._tile_requests = tuning.few.block_m // group
+        self._tile_requests = tuning.shared.block_m // group
         self._num_rows = num_rows
         most = max(self._max_tiles * self._num_kv_heads, MAX_ROUNDS * self._num_multiprocessors)
         size = workspace_size(most, self._tiles.block_m, head_dim)
@@ -134,9 +134,11 @@ class SharedPrefixAttention:
         self._planned = prefixes
         plan = TilePlan.of(prefixes, self._tile_requests, self._max_tiles, self._num_rows)
         lens = [triton.cdiv(tile[2], self._tiles.block_n) for tile in plan.tiles]
-        num_parts = choose_splits(lens, self._num_kv_heads, self._num_multiprocessors)
+        num_parts = choose_splits(
+            lens, self._num_kv_heads, self._num_multiprocessors, MAX_SHARED_SPLITS
+        )
         sections = (
-            [len(plan.tiles), min(num_parts, MAX_SHARED_SPLITS)],
+            [len(plan.tiles), num_parts],
             [number for tile in plan.tiles for number in (*tile, 0)],
             plan.members,
             plan.places,

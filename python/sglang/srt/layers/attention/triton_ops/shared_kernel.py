@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.triton_ops.kernels import (
 )
 from sglang.srt.layers.triton_launch import ParallelLaunch, begin, dependent_launch
 
-MAX_SHARED_SPLITS = 8  # parts of a prefix
+MAX_SHARED_SPLITS = 16  # parts of a prefix
 TILE_SIZE = 4  # numbers of a tile: its first member, members, and tokens of its prefix
 
 
