@@ -51,7 +51,6 @@ ONE_ROW = (DECODE, DRAFT_STEPS)
 # Number of shapes whose graph is cached. A step looks up tens of them, and steps with prompts
 # hardly ever the same ones.
 MAX_KNOWN = 4096
-SHARING_SIZES = 16  # every so many requests there is a graph for shared prefixes
 FEW_REQUESTS = 8  # with as few, KV is split among more programs
 
 
@@ -103,7 +102,7 @@ class GraphKeys:
         if with_trees:
             self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
         if shares_kv:
-            sizes = {*range(SHARING_SIZES, max_requests, SHARING_SIZES), max_requests}
+            sizes = {16, *range(32, max_requests, 32), max_requests}
             decodes = [key for key in self.all if key.tag == DECODE and key.num_reqs in sizes]
             self.all += [replace(key, shares_kv=True) for key in decodes]
         if draft_hidden_width not in (0, hidden_width):
