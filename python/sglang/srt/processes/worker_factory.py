@@ -61,7 +61,7 @@ def measure_prices(
     num_rows = runner.req_to_token_pool.num_rows
     meter = PriceMeter(runner, num_rows, config.execution.max_decode_rows)
     if (cache := config.needs.price_cache) is not None:
-        prices = TileSpecProfiler(cache, runner).target(meter.measure)
+        prices = TileSpecProfiler(cache, runner).target(meter)
     elif kept is not None:
         prices = kept_or_measured(kept, runner, meter)
     else:
