@@ -250,7 +250,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
         eos_token_ids: ids that end an output.
         mtp_max_k: tokens that a request may predict per step; 0 where none may.
         mtp_refusal: why none may, and the remedy; None: the model has no mask token.
-        drafters: names of those that requests may have, masks not among them.
+        drafters: see `DrafterConfig.names`; masks are not among them.
         hidden_layers: the layers of files of hidden states, see `HiddenFileOptions`.
         hidden_row_bytes: bytes of one row of such a file.
         resolved: the resolved configuration, for `/server_info`.
@@ -265,7 +265,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
     eos_token_ids: list[int]
     mtp_max_k: int = 0
     mtp_refusal: str | None = None
-    drafters: list[str] = []
+    drafters: dict[str, str] = {}
     hidden_layers: list[int] = []
     hidden_row_bytes: int = 0
     resolved: dict[str, Any]
