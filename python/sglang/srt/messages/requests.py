@@ -128,6 +128,8 @@ class ReqOutput(msgspec.Struct, array_like=True):
         num_proposed_drafts: drafts that all its steps so far have verified.
         accept_histogram: of those steps, how many confirmed 0, 1, ... of their drafts; empty where
             no step has verified any.
+        drafts_by: those drafts and how many were confirmed, by the name of their drafter; empty
+            where the server has one.
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones; of each row that is returned its float32 values, as they lie in
             memory: as numbers of Python a prompt's would hold up every process.
@@ -152,6 +154,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
+    drafts_by: dict[str, tuple[int, int]] = {}
     queue_time_s: float | None = None
 
 
@@ -179,6 +182,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
+    drafts_by: dict[str, tuple[int, int]] = {}
     queue_time_s: float | None = None
 
 

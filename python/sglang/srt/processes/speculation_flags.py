@@ -117,7 +117,7 @@ def drafter_from_flags(asked: Asked) -> DrafterConfig | None:
         raise ConfigError(str(error)) from None
     single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
     thresholds = AcceptThresholds(single, acc)
-    return DrafterConfig(algorithm.drafter, options, thresholds, _asked_as(args))
+    return DrafterConfig(algorithm.drafter, options, thresholds, _asked_as(_chosen(args)))
 
 
 def adaptive_strategy(args: ServerArgs) -> str | None:
@@ -154,12 +154,10 @@ def _algorithm(args: ServerArgs) -> Algorithm | None:
     return algorithm if len(chosen) == 1 else _beside_ngrams(algorithm)
 
 
-def _asked_as(args: ServerArgs) -> dict[str, str]:
+def _asked_as(chosen: list[SpeculativeAlgorithm]) -> dict[str, str]:
     """Returns `DrafterConfig.asked_as`: a request may name the algorithm or what drafts for it."""
     return {
-        name: each.lower()
-        for each in _chosen(args)
-        for name in (each.lower(), ALGORITHMS[each].drafter)
+        name: each.lower() for each in chosen for name in (each.lower(), ALGORITHMS[each].drafter)
     }
 
 
@@ -265,7 +263,9 @@ def _beside_ngrams(model: Algorithm) -> Algorithm:
         options = model.options(asked)
         count = options.rounds.num_steps
         ngrams = _ngrams(asked, RoundOptions(count, num_free=count))
-        return PairConfig(drafter=DrafterConfig(model.drafter, options), ngrams=ngrams)
+        names = _asked_as(_chosen(asked.args)[:1])
+        drafter = DrafterConfig(model.drafter, options, asked_as=names)
+        return PairConfig(drafter=drafter, ngrams=ngrams)
 
     chains = "leave it out: two drafters on one server draft chains"
     return replace(

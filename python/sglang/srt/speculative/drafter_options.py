@@ -52,6 +52,11 @@ class DrafterConfig:
         """Returns the names by which requests choose a drafter, each with the one that is shown."""
         return self.asked_as or {self.name: self.name}
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Returns the names of its drafters, as people are shown them."""
+        return tuple(dict.fromkeys(self.names.values()))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterNeeds:

@@ -49,7 +49,7 @@ from sglang.srt.step.step_outputs import (
     taps_of_drafter,
 )
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
+from sglang.srt.step.worker import DraftMakers, GenerationBatchResult, HostResult, ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs
 
 
@@ -172,7 +172,8 @@ class TpModelWorker:
         if verified is None:
             return self._run_pieces(batch, record)
         hidden = hidden_states(batch, verified.run, self._capture)
-        result = _result(batch, record, verified.run.accepted, hidden=hidden)
+        makers = self._drafter.makers(verified.extended.rows)
+        result = _result(batch, record, verified.run.accepted, makers, hidden=hidden)
         self._propose(verified.extended)
         return result
 
@@ -196,6 +197,7 @@ class TpModelWorker:
             batch,
             record,
             drawing.given,
+            self._drafter.makers(inputs.rows),
             emitted_logprobs=self._emitted_logprobs(step, drawing),
             prompt_logprobs=prompts,
             hidden=hidden_states(batch, run, self._capture),
@@ -387,6 +389,7 @@ def _result(
     batch: ScheduleBatch,
     record: StepRecord,
     accepted: AcceptedTokens,
+    makers: DraftMakers | None,
     emitted_logprobs: LogprobTensors | None = None,
     prompt_logprobs: LogprobTensors | None = None,
     hidden: torch.Tensor | None = None,
@@ -407,6 +410,7 @@ def _result(
         prompt_logprobs=prompt_logprobs,
         hidden_states=hidden,
         num_drafts=accepted.num_drafts,
+        makers=None if accepted.num_drafts is None else makers,
         tier=plan.tier,
         paths=accepted.path if plan.wants_paths else None,
         record=record,
