@@ -16,9 +16,8 @@ from unittest import mock
 import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.processes.kept_prices import still_holds
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
@@ -58,41 +57,22 @@ def contents(prices: PriceTable) -> tuple[Any, ...]:
     return tuple(getattr(prices, name) for name in PriceTable.__slots__ if name != "find")
 
 
-class Meter(PriceMeter):
-    """A GPU whose graphs take what `measured` says; a measurement finds one of them, `slow`, three
-    times as long, and all of them `slowness` times."""
-
-    def __init__(self, runner: Any, measures: list[str], slow: GraphKey | None, slowness: float):
-        self._runner, self._measures = runner, measures
-        self._slow, self._slowness = slow, slowness
-
-    def graph_ms(self, key: GraphKey, repeats: int) -> float:
-        return measured(self._runner).graphs_ms[key]
-
-    def measure(self) -> PriceTable:
-        self._measures.append("target")
-        prices = measured(self._runner)
-        costs = {
-            key: cost_ms * self._slowness * (3 if key == self._slow else 1)
-            for key, cost_ms in prices.graphs_ms.items()
-        }
-        return replace(prices, graphs_ms=costs)
-
-
 class Start:
     """A server that starts: what it measured, and the prices that it goes by."""
 
-    def __init__(
-        self,
-        cache: Path,
-        target: Any,
-        head: Any,
-        slow: GraphKey | None = None,
-        slowness: float = 1.0,
-    ) -> None:
+    def __init__(self, cache: Path, target: Any, head: Any, slowness: float = 1.0) -> None:
+        """
+        Args:
+            slowness: of graphs now, beside what `measured` says.
+        """
         self.measured: list[str] = []
-        meter = Meter(target, self.measured, slow, slowness)
-        prices = TileSpecProfiler(cache, target).target(meter)
+        prices = measured(target)
+        now = {key: slowness * cost_ms for key, cost_ms in prices.graphs_ms.items()}
+        meter: Any = SimpleNamespace(graph_ms=lambda key, repeats: now[key])
+        prices = TileSpecProfiler(cache, target).target(
+            self._measure("target", replace(prices, graphs_ms=now)),
+            lambda kept: still_holds(kept, meter),
+        )
         self.target = contents(prices)
         drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))}, HEAD_S)
         found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
@@ -131,22 +111,7 @@ def test_the_file_says_how_long_measuring_took(tmp_path: Path, runners: tuple[An
     profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME, profiler.Profile)
     assert profile is not None
     assert profile.target.prices.measured_s == TARGET_S
-    assert profile.head is not None
     assert profile.head.prices.measured_s == HEAD_S
-    assert profile.measured_s == TARGET_S + HEAD_S
-
-
-def test_one_price_that_was_disturbed_has_no_effect_on_later_starts(
-    tmp_path: Path, runners: tuple[Any, Any]
-) -> None:
-    """Steps would replay a larger graph for ever: the median of some graphs does not show it."""
-    slow = next(key for key in runners[0].graph_keys.all if key.num_tokens == 16)
-    first = Start(tmp_path, *runners, slow=slow)
-    later = [Start(tmp_path, *runners) for _ in range(2)]
-    assert [start.measured for start in later] == [[], []]
-    expected = contents(measured(runners[0]))
-    assert first.target != expected
-    assert [start.target for start in later] == [expected, expected]
 
 
 def test_prices_that_were_disturbed_are_measured_again(
@@ -177,9 +142,8 @@ def test_a_graph_is_found_with_prices_from_the_cache(
 ) -> None:
     Start(tmp_path, *runners)
     target = runners[0]
-    measures: list[str] = []
-    prices = TileSpecProfiler(tmp_path, target).target(Meter(target, measures, None, 1.0))
-    assert not measures
+    kept = TileSpecProfiler(tmp_path, target)
+    prices = kept.target(lambda: pytest.fail("measured"), lambda _: True)
     for shape in ((1, 4, 4), (3, 2, 5), (8, 4, 32)):
         assert prices.rows_ms(*shape) == measured(target).rows_ms(*shape)
 
@@ -232,9 +196,6 @@ def test_another_head_alone_is_measured_again(
     other = runner_of(model, 32)
     other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
     assert Start(tmp_path, runners[0], other).measured == ["head"]
-    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME, profiler.Profile)
-    assert profile is not None
-    assert profile.measured_s == TARGET_S + HEAD_S
 
 
 def entry(path: list[Any], value: Any) -> Callable[[Path], None]:

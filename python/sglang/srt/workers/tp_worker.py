@@ -202,8 +202,7 @@ class TpModelWorker:
             prompt_logprobs=prompts,
             hidden=hidden_states(batch, run, self._capture),
         )
-        fed = self._left_out.fed(step)
-        if fed is not None:
+        if (fed := self._left_out.fed(step)) is not None:
             output = self._drafter.extend(fed)
             self._propose(ExtendedStep(fed.batch, fed.plan, self._state, fed.inputs.rows, output))
         if self._on_step is not None:
@@ -397,9 +396,8 @@ def _result(
     """Returns what the scheduler is told of a step. Its copy to the host begins here."""
     plan = record.plan
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
-    if (
-        plan.is_plain and batch.constraint is None
-    ):  # which the host knows: nothing more is copied from the device
+    if plan.is_plain and batch.constraint is None:
+        # The host knows these: nothing more is copied from the device.
         accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
         kept_lens = torch.tensor(plan.counts.q_lens)
     return GenerationBatchResult(

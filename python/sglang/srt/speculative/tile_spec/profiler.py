@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -31,11 +30,7 @@ from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.lookahead.cut import PiecewiseLinearLatency
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import (
-    PriceMeter,
-    graph_finder,
-    priced_graphs,
-)
+from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, FindGraph, PriceTable
@@ -72,9 +67,6 @@ Prices = Annotated[list[tuple[Size, Price]], msgspec.Meta(min_length=1)]
 StepPrices = Annotated[list[tuple[Size, StepPrice]], msgspec.Meta(min_length=1)]
 
 T = TypeVar("T")
-
-# Graphs whose times are compared with their prices, and the share by which the median may be less.
-CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
 
 
 class ProfileError(Exception):
@@ -167,17 +159,11 @@ class Kept(msgspec.Struct, Generic[T]):
 
 
 class Profile(msgspec.Struct):
-    """The content of the file; `head` is None until it has been measured."""
+    """The content of the file."""
 
     target: Kept[KeptTable]
-    head: Kept[KeptDrafts] | None = None
+    head: Kept[KeptDrafts]
     format: Literal[4] = 4
-
-    @property
-    def measured_s(self) -> float:
-        """Seconds that measuring took, of the target and of its head."""
-        head_s = 0.0 if self.head is None else self.head.prices.measured_s
-        return self.target.prices.measured_s + head_s
 
 
 def _pairs(curve: Curve) -> list[tuple[int, float]]:
@@ -203,53 +189,45 @@ class TileSpecProfiler:
         self._path = folder_of(cache_dir, target) / FILE_NAME
         self._target = target
 
-    def target(self, meter: PriceMeter) -> PriceTable:
-        """Prices of the target's steps, kept ones if they still hold (`held`). What is measured is
-        kept, and the head's prices are then measured again too."""
+    def target(
+        self, measure: Callable[[], PriceTable], holds: Callable[[PriceTable], bool]
+    ) -> PriceTable:
+        """Prices of the target's steps: those that are kept, if `holds` says so of their graphs."""
         try:
             profile = read_profile(self._path, Profile)
             if profile is not None:
                 prices = profile.target.checked(self._target).table_of(self._target)
-                # Without graphs, as on a CPU, nothing can be timed again in little time.
-                found = held(prices, meter) if prices.graphs_ms else prices
-                if found is not None:
-                    return found
+                if not prices.graphs_ms or holds(prices):
+                    return prices
         except ProfileError as error:
-            self._warn(error)
-        prices = meter.measure()
-        self._keep(Profile(Kept(measured_with(self._target), KeptTable.of(prices))))
-        return prices
+            logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
+        return measure()
 
     def head(
         self, runner: ModelRunner, target_prices: PriceTable, measure: Callable[[], DraftPrices]
     ) -> DraftPrices:
-        """Prices of the head's steps; what is measured is kept.
+        """Prices of the head's steps; what was measured, of it or of the target, is kept.
 
         Args:
             target_prices: what `target` returned.
         """
         ends = cliffs(target_prices)
         logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
+        target = Kept(measured_with(self._target), KeptTable.of(target_prices))
         try:
             profile = read_profile(self._path, Profile)
-        except ProfileError:  # what `target` has written cannot be read
-            profile = Profile(Kept(measured_with(self._target), KeptTable.of(target_prices)))
-        if profile is None:  # nothing can be kept there: `target` has told it
-            return measure()
+        except ProfileError:  # `target` has told it
+            profile = None
         try:
-            if profile.head is not None:
+            if profile is not None and profile.target == target:
                 prices = profile.head.checked(runner).prices_of(runner)
                 logger.info("--tile-spec: prices of steps are those of %s.", self._path)
                 return prices
         except ProfileError as error:
-            self._warn(error)
+            logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
         prices = measure()
-        profile.head = Kept(measured_with(runner), KeptDrafts.of(prices))
-        self._keep(profile)
+        self._keep(Profile(target, Kept(measured_with(runner), KeptDrafts.of(prices))))
         return prices
-
-    def _warn(self, error: ProfileError) -> None:
-        logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
 
     def _keep(self, profile: Profile) -> None:
         try:
@@ -261,29 +239,6 @@ class TileSpecProfiler:
                 self._path.parent,
                 _reason(error),
             )
-
-
-def held(prices: PriceTable, meter: PriceMeter) -> PriceTable | None:
-    """Returns kept prices if they still hold, with those timed again that may have been disturbed
-    one by one (`PriceMeter.confirmed`); None if they do not."""
-    if not still_holds(prices, meter):
-        return None
-    return dataclasses.replace(prices, graphs_ms=meter.confirmed(prices.graphs_ms))
-
-
-def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
-    """Tells whether graphs take no less time than the prices say: what disturbs a measurement makes
-    it longer. So prices that are too high were disturbed, and of longer times now the prices are
-    right. The largest graphs come first, as a GPU at rest is slow at first."""
-    keys = sorted(prices.graphs_ms, key=lambda key: -key.num_tokens)
-    if not keys:
-        return False
-    checked = keys[:: max(1, len(keys) // CHECKED_GRAPHS)]
-    ratios = [meter.graph_ms(key, CHECK_REPEATS) / prices.graphs_ms[key] for key in checked]
-    logger.info(
-        "Graphs take %s of their kept prices.", " / ".join(f"{ratio:.2f}" for ratio in ratios)
-    )
-    return statistics.median(ratios) >= 1 - MOST_GAIN
 
 
 def cheapest_graphs(prices: PriceTable) -> dict[int, float]:
