@@ -4,9 +4,7 @@ drafts is what rounds of that number give, though it learnt from rounds of anoth
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from sglang.srt.lookahead import stretches
@@ -44,16 +42,6 @@ class DrawnText:
         return self._was_predictable[row]
 
 
-def hear(
-    stretches: Stretches,
-    rows: Sequence[int],
-    drafts: Sequence[int],
-    right: Sequence[int],
-    fed: Sequence[int],
-) -> None:
-    stretches.observe(rows, np.array(drafts), np.array(right), np.array(fed))
-
-
 def mean_length(text: DrawnText, num_drafts: int, num_rounds: int = 1500) -> float:
     rounds = [text.round(row, num_drafts) for _ in range(num_rounds) for row in range(NUM_ROWS)]
     return 1 + sum(rounds) / len(rounds)
@@ -63,7 +51,7 @@ def learnt(begin: float, stay: float, num_drafts: int, num_rounds: int, seed: in
     found, text, rows = Stretches(NUM_ROWS), DrawnText(begin, stay, seed), range(NUM_ROWS)
     for _ in range(num_rounds):
         right = [text.round(row, num_drafts) for row in rows]
-        hear(found, rows, [num_drafts] * NUM_ROWS, right, [num_drafts] * NUM_ROWS)
+        found.observe(rows, [num_drafts] * NUM_ROWS, right, [num_drafts] * NUM_ROWS)
     return found
 
 
@@ -95,7 +83,7 @@ def test_text_that_changes_is_believed_within_some_steps() -> None:
     text = DrawnText(0.05, 0.2, 1)
     for _ in range(20):
         right = [text.round(row, 7) for row in rows]
-        hear(found, rows, [7] * NUM_ROWS, right, [7] * NUM_ROWS)
+        found.observe(rows, [7] * NUM_ROWS, right, [7] * NUM_ROWS)
     assert found.lengths(MOST)[7] < 1.6
 
 
@@ -104,13 +92,13 @@ def test_new_requests_are_like_all_before_them_at_first() -> None:
     found, rows = learnt(0.9, 0.95, 7, 50, 0), range(NUM_ROWS)
     none, three = [0] * NUM_ROWS, [3] * NUM_ROWS
     for _ in range(6):  # text that is wrong for some steps, of many that were right
-        hear(found, rows, three, none, three)
+        found.observe(rows, three, none, three)
     before = found.lengths(MOST)[3]
     found.renew()
     renewed = found.lengths(MOST)[3]
     assert renewed > before + 0.3
     for _ in range(2):
-        hear(found, rows, three, none, three)
+        found.observe(rows, three, none, three)
     assert found.lengths(MOST)[3] < renewed - 0.3
 
 
@@ -119,7 +107,7 @@ def test_steps_without_drafts_leave_chances_and_forget_slowly() -> None:
     before = found.lengths(MOST)
     none = [0] * NUM_ROWS
     for _ in range(5):
-        hear(found, rows, none, none, none)
+        found.observe(rows, none, none, none)
     assert found.lengths(MOST) == pytest.approx(before, rel=0.05)
 
 
@@ -128,8 +116,8 @@ def test_a_new_request_begins_after_no_full_round() -> None:
     one, two = Stretches(1), Stretches(1)
     for each in (one, two):
         for _ in range(8):
-            hear(each, [0], [3], [3], [3])
-    hear(one, [0], [0], [0], [0])  # its prompt
+            each.observe([0], [3], [3], [3])
+    one.observe([0], [0], [0], [0])  # its prompt
     for each in (one, two):
-        hear(each, [0], [3], [0], [3])
+        each.observe([0], [3], [0], [3])
     assert one.lengths(MOST)[1] < two.lengths(MOST)[1]

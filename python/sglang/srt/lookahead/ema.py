@@ -160,20 +160,19 @@ class AdaptiveSpeculativeParams:
         *,
         steps: int | None = None,
     ) -> bool:
-        """Hears a round. Not counted are a round without requests and one whose steps are not those
-        of its slot now, since it was launched before they changed.
+        """Counts a round that has been verified. Ignores a round without requests, and one that was
+        launched before its slot changed its steps.
 
         Args:
-            num_correct_drafts_per_req: of each request, the model's own token not counted. A round
-                without drafts is to be told too, as zeros: a slot at 0 steps counts rounds to its
-                next probe.
-            batch_size: that `get_steps_for_batch` was asked with. May be larger than the list, as
-                graphs have fixed sizes.
-            steps: those of the round; None if they are the slot's own, as where every round is told
-                before the next one begins.
+            num_correct_drafts_per_req: correct drafts of each request, without the model's own
+                token. Pass zeros for a round without drafts: a slot at 0 steps counts rounds until
+                it drafts again.
+            batch_size: the size that `get_steps_for_batch` was given. It may exceed the number of
+                requests, since graphs pad batches.
+            steps: the steps that the round was drafted with; None: those of its slot now.
 
         Returns:
-            Whether the slot has other steps now.
+            True if the slot has changed its steps.
         """
         index = self.config.slot_index(batch_size)
         before = self._states[index]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.prompt_mix import PromptMix
@@ -136,10 +134,9 @@ class LoadAwareDrafts:
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
-        drafts = np.maximum(np.array(outcome.num_tried) - 1, 0)
-        right = np.where(drafts > 0, np.array(outcome.num_accepted) - 1, 0)
-        fed = np.array(outcome.num_fed) if outcome.num_fed else drafts
-        self._stretches.observe(outcome.rows, drafts, right, fed)
+        drafts = [tried - 1 for tried in outcome.num_tried]
+        right = [accepted - 1 for accepted in outcome.num_accepted]
+        self._stretches.observe(outcome.rows, drafts, right, outcome.num_fed or drafts)
 
 
 class RestRule:

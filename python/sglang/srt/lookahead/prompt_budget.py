@@ -1,5 +1,6 @@
-"""Decides how many prompt tokens a step feeds: all that fit, or as many as keep the step short for
-its decodes. It goes by prices of steps and by the times that it is told; it reads no clock."""
+"""Decides how many prompt tokens a step feeds: all that fit or, where its decodes must not wait
+long, as many as keep the step within a bound. Reads no clock: steps have measured prices, and the
+caller reports how long they took."""
 
 from __future__ import annotations
 

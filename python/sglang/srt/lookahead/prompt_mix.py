@@ -4,8 +4,6 @@ might have had for nothing."""
 from __future__ import annotations
 
 import math
-import operator
-from functools import cache
 
 from sglang.srt.lookahead.round_prices import StepCase, StepCases
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
@@ -59,16 +57,17 @@ class PromptMix:
 
     def plan(self, upcoming: UpcomingStep) -> None:
         """Hears of a step that is launched, before policies choose for the next one."""
-        if upcoming.num_reqs == upcoming.num_new:  # nothing decodes
+        num_new = upcoming.num_new
+        if upcoming.num_reqs == num_new:  # nothing decodes
             return
         is_full = upcoming.prompt_reqs > 0  # one of the prompts does not end in it
         self._full.add(is_full)
         if is_full:
             self._full_rows.add(upcoming.prompt_rows)
             return
-        self._prompts.add(upcoming.num_new)
-        if upcoming.num_new:
-            self._rows.add(upcoming.prompt_rows / upcoming.num_new)
+        self._prompts.add(num_new)
+        if num_new:
+            self._rows.add(upcoming.prompt_rows / num_new)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Hears how many tokens a step gave, also beyond the ends of requests."""
@@ -88,19 +87,19 @@ class PromptMix:
             return StepCases(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         prompts = dict[int, float]()  # the chance of a number of rows
-        most, each = _rounded(self._max_rows), self._rows.value
+        most, each, others = _rounded(self._max_rows), self._rows.value, 1.0 - full
         for chance, number in numbers:
-            rows = min(_rounded(number * each), most)
-            prompts[rows] = prompts.get(rows, 0.0) + (1.0 - full) * chance
-        rows = min(_rounded(self._full_rows.value), most)
-        prompts[rows] = prompts.get(rows, 0.0) + full
-        found = tuple((chance, rows) for rows, chance in prompts.items() if chance)
+            rows = max(1, round(number * each / ROW_GRAIN)) * ROW_GRAIN if number * each else 0
+            rows = rows if rows < most else most
+            prompts[rows] = prompts.get(rows, 0.0) + others * chance
+        if full:
+            rows = min(_rounded(self._full_rows.value), most)
+            prompts[rows] = prompts.get(rows, 0.0) + full
+        found = tuple([(chance, rows) for rows, chance in prompts.items() if chance])
         return StepCases(num_reqs, upcoming.kv_tokens, found, upcoming.num_plain)
 
 
-@cache
-def _log_factorials(count: int) -> list[float]:
-    return [math.lgamma(n + 1) for n in range(count)]
+_LOG_FACTORIALS = [math.lgamma(n + 1) for n in range(256)]
 
 
 def _numbers(mean: float) -> list[tuple[float, float]]:
@@ -110,15 +109,18 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
     least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
     stride = -(-(most + 1 - least) // MAX_NUMBERS)
     log_mean, exp, numbers = math.log(mean), math.exp, range(least, most + 1)
-    logs = _log_factorials(1 << (most + 1).bit_length())
-    chances = [exp(n * log_mean - mean - logs[n]) for n in numbers]
-    moments = list(map(operator.mul, chances, numbers))
-    groups = [slice(first, first + stride) for first in range(0, len(chances), stride)]
-    weights = [sum(chances[group]) for group in groups]
+    logs = _LOG_FACTORIALS
+    while len(logs) <= most:
+        logs.append(math.lgamma(len(logs) + 1))
+    weights = [exp(n * log_mean - mean - logs[n]) for n in numbers]
+    moments = [weight * n for weight, n in zip(weights, numbers, strict=True)]
+    if stride > 1:
+        firsts = range(0, len(weights), stride)
+        moments = [sum(moments[first : first + stride]) for first in firsts]
+        weights = [sum(weights[first : first + stride]) for first in firsts]
     total = sum(weights)
     return [
-        (weight / total, sum(moments[group]) / weight)
-        for weight, group in zip(weights, groups, strict=True)
+        (weight / total, moment / weight) for weight, moment in zip(weights, moments, strict=True)
     ]
 
 

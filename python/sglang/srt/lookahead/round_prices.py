@@ -115,7 +115,15 @@ class MeasuredRounds:
         return self.target.spread
 
     def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
-        return sum(chance * self.case_ms(case, num_drafts) for chance, case in upcoming.cases)
+        num_reqs, kv_tokens, prompts, num_plain = upcoming
+        num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
+        for chance, prompt_rows in prompts:
+            cost = self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
+            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+            if prompt_rows:
+                whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
+            total_ms += chance * whole_ms
+        return total_ms
 
     def case_ms(self, case: StepCase, num_drafts: int) -> float:
         """As `round_ms`, of a round of which all is known."""

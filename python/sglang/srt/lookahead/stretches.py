@@ -26,11 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
-
 # Drafts of each kind that are remembered of what runs now: MEMORY_STEPS for each request of a step,
 # LEAST_MEMORY at least; and of all that has run.
 MEMORY_STEPS, LEAST_MEMORY, PAST_MEMORY = 4.0, 32.0, 512.0
@@ -98,29 +93,41 @@ class Stretches:
 
     def __init__(self, num_rows: int) -> None:
         self._begin, self._stay = _Chance(), _Chance()
-        self._was_full = np.zeros(num_rows, np.bool_)  # the last round of the request of each row
+        self._was_full = [False] * num_rows  # the last round of the request of each row
 
     def renew(self) -> None:
         """Most requests are new: they are taken to be like all before them."""
         self._begin.renew()
         self._stay.renew()
 
-    def observe(self, rows: Sequence[int], drafts: Ints, right: Ints, fed: Ints) -> None:
-        """Hears a step; one that feeds a request's prompt, without drafts, ends what was before.
+    def observe(
+        self, rows: Sequence[int], drafts: Sequence[int], right: Sequence[int], fed: Sequence[int]
+    ) -> None:
+        """Hears a step of R requests; one that feeds a request's prompt, without drafts, ends what
+        was before.
 
         Args:
-            rows: R, of its requests, each once.
-            drafts: [R]; drafts that each had; 0: none.
-            right: [R]; those that were right.
-            fed: [R]; drafts that the step fed; of further ones `right` is a guess.
+            rows: R, each once.
+            drafts: R counts of drafts that each had.
+            right: R counts of those that were right; means nothing where there were none.
+            fed: R counts of drafts that the step fed; of further ones `right` is a guess.
         """
-        index = np.array(rows)
-        begins = (drafts > 0) & ~self._was_full[index]
-        memory = max(LEAST_MEMORY, MEMORY_STEPS * len(index))
-        self._begin.add(int(begins.sum()), int((begins & (right > 0)).sum()), memory)
-        further = np.maximum(np.minimum(drafts - 1, right), 0)
-        self._stay.add(int(further.sum()), int(np.maximum(right - 1, 0).sum()), memory)
-        self._was_full[index] = (fed > 0) & (right >= fed)
+        begun = begun_right = further = further_right = 0
+        was_full = self._was_full
+        for row, count, num_right, num_fed in zip(rows, drafts, right, fed, strict=True):
+            if count <= 0:
+                was_full[row] = False
+                continue
+            if not was_full[row]:
+                begun += 1
+                begun_right += num_right > 0
+            if num_right > 0:
+                further += num_right if num_right < count else count - 1
+                further_right += num_right - 1
+            was_full[row] = 0 < num_fed <= num_right
+        memory = max(LEAST_MEMORY, MEMORY_STEPS * len(rows))
+        self._begin.add(begun, begun_right, memory)
+        self._stay.add(further, further_right, memory)
 
     def lengths(self, most: int) -> list[float]:
         """Tokens that a round gives a request with 0, 1, ... `most` drafts."""

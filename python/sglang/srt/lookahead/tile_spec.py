@@ -121,9 +121,9 @@ def scores_of(record: StepRecord) -> Floats | None:
 class TileSpec:
     """Cuts steps of drafts to the rows that pay.
 
-    What it goes by is one round old: the scores of the last step that was read, whose distribution
-    is taken for that of the drafts at hand, and how often drafts of such scores were confirmed: of
-    a tree those on the confirmed path.
+    The host does not know the scores of the drafts at hand. It takes them to be distributed as
+    those of the last step that was read, and turns scores into chances by how often drafts of such
+    scores were confirmed (`Calibration`); of a tree, those on the confirmed path were.
 
     Args:
         tables: what rounds cost.
@@ -220,11 +220,11 @@ class TileSpec:
         """Learns from a step, cut or whole.
 
         Returns:
-            R counts of tokens that requests accepted, or would have. A chain that was cut, and was
-            right as far as it was fed, is continued by lot: each further draft is right with its
-            chance, given those before it. So whoever learns from this how good drafts are takes no
-            cut draft for a wrong one, nor learns from the likely ones alone. A tree is not
-            continued: whoever chooses how many nodes there are goes by paths.
+            R counts of tokens that requests accepted, or would have accepted uncut. If all drafts
+            that a cut chain fed were right, its other drafts are drawn at random, each right with
+            its chance given those before it. Otherwise a policy that learns from these counts would
+            take drafts that were cut for wrong ones, or learn from likely drafts alone. Trees are
+            not continued: policies of trees go by paths.
         """
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
@@ -308,8 +308,11 @@ def _packed(plan: StepPlan, num_cut: int) -> StepPlan:
 
 
 class CutRounds:
-    """`RoundPrices` for those who choose how many drafts there are: a round that is cut gives fewer
-    tokens in less time, and is priced as one that gives all in as much less as it gains."""
+    """Prices rounds that `TileSpec` cuts, for policies that choose how many drafts there are.
+
+    A policy divides the tokens of a whole round by its price. A cut round gives fewer tokens in
+    less time, so its price is that of the whole round divided by what cutting gains in tokens per
+    millisecond."""
 
     def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
         self._rounds = rounds

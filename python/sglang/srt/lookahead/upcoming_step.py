@@ -86,15 +86,18 @@ class UpcomingStep:
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
         kv_lens, num_prompts, emits = batch.kv_lens_before, batch.num_prompt_tokens, batch.emits
-        prompt_rows, prompts = sum(num_prompts), list[PromptChunk]()
+        kv_tokens = sum(compress(kv_lens, emits))
+        prompt_rows, longest, prompts = sum(num_prompts), 0, list[PromptChunk]()
         if prompt_rows:
             fed = zip(kv_lens, num_prompts, strict=True)
             prompts = [PromptChunk(*each) for each in fed if each[1]]
+            kv_tokens += sum(compress(num_prompts, emits))
+            longest = max(num_prompts)
         return cls(
             emitting=emitting,
-            kv_tokens=sum(compress(kv_lens, emits)) + sum(compress(num_prompts, emits)),
+            kv_tokens=kv_tokens,
             prompt_rows=prompt_rows,
-            longest_prompt=max(num_prompts),
+            longest_prompt=longest,
             prompt_reqs=emits.count(False),
             prompts=tuple(prompts),
             num_ended=num_ended,
@@ -105,7 +108,7 @@ class UpcomingStep:
     @property
     def num_reqs(self) -> int:
         """Returns how many requests emit."""
-        return self.emitting.total()
+        return sum(self.emitting.values())
 
     @property
     def num_plain(self) -> int:
@@ -115,7 +118,7 @@ class UpcomingStep:
     @property
     def num_new(self) -> int:
         """Returns how many of them have just fed the end of their prompts."""
-        return sum(count for request, count in self.emitting.items() if request.pending == 0)
+        return sum([count for request, count in self.emitting.items() if request.pending == 0])
 
     @property
     def cache_key(self) -> Hashable:
@@ -150,7 +153,8 @@ class UpcomingStep:
         return self._shape(limit, True, False, share)
 
     def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
-        """Returns how many rows of `current_shape` `Budget.num_rows` is about."""
+        """Counts the rows of `current_shape` that the device may divide (`Budget.num_rows`): those
+        of requests whose look-ahead can be cut."""
         return sum(
             self._rows(request, count, limit, False, share)
             for request, count in self.emitting.items()

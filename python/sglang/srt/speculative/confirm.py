@@ -195,11 +195,11 @@ def tree_links(
 
 
 class ConfirmSoMany:
-    """For benchmarks alone, `SGLANG_SIMULATE_ACC_LEN`: as many drafts of each chain are taken for
-    right as give the wished mean, whatever they are, and are emitted. Outputs mean nothing.
+    """Accepts a given number of drafts on average, right or wrong, and emits them: for benchmarks
+    alone (`SGLANG_SIMULATE_ACC_LEN`), since outputs then mean nothing.
 
-    Counts are the floor or the ceiling of the mean, in turn over the requests of a step and over
-    the steps of a request, or all drafts where there are fewer.
+    Each request has the floor or the ceiling of the mean accepted, alternating over the requests of
+    a step and over steps; all drafts where it has fewer.
 
     Args:
         mean: tokens per request and step, the target's own one counted; at least 1.
