@@ -154,15 +154,12 @@ class BoundedBudget:
         if self._for_streams_alone and not someone_streams:
             return PromptAllowance(self._max_tokens)
         bound_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
-        others_ms = decodes_ms = self._decodes_ms(decodes)
-        others_ms += self._share_of_others * max(bound_ms - decodes_ms, 0.0)
+        # Of a step without prompts.
+        decodes_ms = BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
+        others_ms = decodes_ms + self._share_of_others * max(bound_ms - decodes_ms, 0.0)
         max_ms = bound_ms if decodes.num_reqs else math.inf
         step = BoundedStep(self._ladders, decodes, max_ms, others_ms)
         return PromptAllowance(self._max_tokens, step)
-
-    def _decodes_ms(self, decodes: DecodeLoad) -> float:
-        """Prices a step without prompts."""
-        return BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self._excess
@@ -260,16 +257,8 @@ class BoundedStep:
         rungs = self._ladders.of(self._num_reqs + 1)
         others = self._num_rows + num_lookahead
         prices = self._ladders.prices
-        head_ms = prices.head.at(self._num_read + 1 + num_lookahead)
-        other_ms = self._attention_ms + head_ms
-        offer = _Offer(
-            position=position,
-            num_lookahead=num_lookahead,
-            others=others,
-            left_ms=max_ms - other_ms,
-            other_ms=other_ms,
-            prices=prices,
-        )
+        other_ms = self._attention_ms + prices.head.at(self._num_read + 1 + num_lookahead)
+        offer = _Offer(position, num_lookahead, others, max_ms - other_ms, other_ms, prices)
         top = bisect.bisect_left(self._ladders.sizes, others + most)
         for index in range(top, -1, -1):
             rung = rungs[index]
@@ -287,7 +276,7 @@ class BoundedStep:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Offer:
     """A prompt whose tokens a step may feed.
 

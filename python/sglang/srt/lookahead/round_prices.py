@@ -119,7 +119,7 @@ class MeasuredRounds:
         num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
         for chance, prompt_rows in prompts:
             cost = self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+            whole_ms = cost.at(kv_tokens)
             if prompt_rows:
                 whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
             total_ms += chance * whole_ms
@@ -127,19 +127,17 @@ class MeasuredRounds:
 
     def case_ms(self, case: StepCase, num_drafts: int) -> float:
         """As `round_ms`, of a round of which all is known."""
-        num_rows = case.num_reqs + (case.num_reqs - case.num_plain) * num_drafts
-        cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows, case.num_plain)
-        whole_ms = cost.at(case.kv_tokens)
-        return whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
+        prompts = ((1.0, case.prompt_rows),)
+        known = StepCases(case.num_reqs, case.kv_tokens, prompts, case.num_plain)
+        return self.round_ms(known, num_drafts)
 
     def feed_ms(self, upcoming: StepCases) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
+        num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._feed_cost(case).at(case.kv_tokens) for chance, case in upcoming.cases
+            chance * self._known_feed(num_fed, prompt_rows).at(upcoming.kv_tokens)
+            for chance, prompt_rows in upcoming.prompts
         )
-
-    def _feed_cost(self, case: StepCase) -> RoundCost:
-        return self._known_feed(case.num_reqs - case.num_plain, case.prompt_rows)
 
     def _feed(self, num_reqs: int, prompt_rows: int) -> RoundCost:
         return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
