@@ -14,15 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmark.goals import MIN_HIDDEN_OVER_OWN_KIND, MIN_HTTP_OVER_ENGINE, MIN_PAIRED_MEDIAN
+from benchmark.goals import (
+    MIN_HIDDEN_OVER_OWN_KIND,
+    MIN_HTTP_OVER_ENGINE,
+    MIN_OPTED_OUT_OVER_PLAIN,
+    MIN_PAIRED_MEDIAN,
+)
 from benchmark.paired import Pair
 from benchmark.stream_ways import ROUTES
 from benchmark.ways import EngineWay
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
+OPTED_OUT = "all opted out"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
+REPLAY = re.compile(r"replay (\d+)(?::(0?\.\d+))?")  # replay DRAFTS, or replay DRAFTS:ERRORS
+_STEPS = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
 HOT = 1.5  # temperature of answers that follow no text
 NUM_COPIES = 4  # of the code in a prompt that repeats it
 
@@ -42,6 +50,17 @@ class Text:
     params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
     is_new: bool = False
     is_known: bool = False
+
+
+def ngram_flags(num_drafts: int) -> dict[str, Any]:
+    """Flags for so many drafts of n-grams, in chains."""
+    return {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + num_drafts}
+
+
+def replay_way(num_drafts: int, error_rate: float) -> EngineWay:
+    """So many drafts of what is known, of which a share is spoilt."""
+    flags = ngram_flags(num_drafts) | {"speculative_load_aware": "off"}
+    return EngineWay(flags=flags, replay_errors=error_rate)
 
 
 def beside_first(names: Sequence[str]) -> list[Pair]:
@@ -75,12 +94,16 @@ class Experiment:
 
     def way(self, name: str) -> EngineWay:
         """Gives a way; with a drafter `2x7x16` is one, a shape of drafts, with TOPK 1 a chain.
+        `replay 3` is one always, three drafts of what is known, and `replay 3:0.2` with a fifth of
+        them spoilt.
 
         Raises:
             ValueError: there is no such way.
         """
         if name in self.ways:
             return self.ways[name]
+        if replay := REPLAY.fullmatch(name):
+            return replay_way(int(replay[1]), float(replay[2] or 0))
         if self.algorithm is None or not (shape := SHAPE.fullmatch(name)):
             raise ValueError(f"There is no {name!r}; there are {', '.join(self.ways)}.")
         names = ("eagle_topk", "num_steps", "num_draft_tokens")
@@ -157,6 +180,26 @@ NGRAM_TEXTS = {
     "known": Text(is_known=True),
 }
 
+# ---------------------------------------------------------------- drafters beside their bound
+
+REPLAYED = "replay 3"
+REPLAY_WAYS = {
+    REPLAYED: replay_way(3, 0.0),
+    PLAIN: MTP_WAYS[PLAIN],
+    DRAFTED: EngineWay(is_drafted=True, flags=_STEPS),
+    NGRAM: EngineWay(flags=ngram_flags(3) | {"speculative_load_aware": "off"}),
+    # Up to 3 drafts: the policy of masks predicts fewer where that pays.
+    "k=4 verified": EngineWay(flags=_MTP, params={**MTP_WAYS[VERIFIED].params, "mtp_k": 4}),
+}
+
+
+def beside_replay_and_plain(names: Sequence[str]) -> list[Pair]:
+    """Pairs each drafter with the first way, and with plain decoding if that is measured."""
+    drafters = [name for name in names if name != PLAIN]
+    beside = beside_first(drafters)
+    return beside + [(name, PLAIN) for name in drafters] if PLAIN in names else beside
+
+
 # ---------------------------------------------------------------- what answers hold
 
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -190,7 +233,6 @@ def roomy_folder() -> str:
     return str(SHARED_MEMORY) if is_usable else tempfile.gettempdir()
 
 
-_STEPS = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
 _FOLDER = {"hidden_states_folder": roomy_folder(), "max_hidden_states_bytes": _MOST_BYTES}
 _FILES = {"return_hidden_states": "file"}
 HIDDEN_WAYS = {
@@ -230,13 +272,33 @@ EXPERIMENTS = {
         question="How much faster than plain decoding is NGRAM, and is it ever slower?",
         ways={
             PLAIN: EngineWay(),
-            NGRAM: EngineWay(
-                flags={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}
-            ),
+            NGRAM: EngineWay(flags=ngram_flags(11)),
         },
         requests=(1, 8, 32),
         texts=NGRAM_TEXTS,
         asked={NGRAM: MIN_PAIRED_MEDIAN},
+    ),
+    "replay": Experiment(
+        question="Which share of the speed of drafts that are always right has each drafter?",
+        ways=REPLAY_WAYS,
+        default=(REPLAYED, DRAFTED, PLAIN),
+        texts={"code": Text(is_new=True)},
+        pairs=beside_replay_and_plain,
+        algorithm="EAGLE3",
+    ),
+    "opted_out": Experiment(
+        question="What does a head take of requests that want no drafts?",
+        ways={
+            PLAIN: EngineWay(),
+            OPTED_OUT: EngineWay(
+                is_drafted=True,
+                flags={"speculative_num_steps": 3},
+                params={"speculative": {"enabled": False}},
+            ),
+        },
+        requests=(1, 8, 64),
+        asked={OPTED_OUT: MIN_OPTED_OUT_OVER_PLAIN},
+        algorithm="EAGLE3",
     ),
     "answers": Experiment(
         question="What do log-probabilities and penalties cost?",

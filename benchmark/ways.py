@@ -16,6 +16,7 @@ from unittest import mock
 
 import sglang
 from benchmark.mtp_model import start_engine
+from benchmark.replay import replaying
 
 VERIFIED_DRAFTS = "SGLANG_TILE_SPEC_DRAFTS"
 
@@ -28,6 +29,8 @@ class EngineWay:
         flags: of its Engine, beside those of all ways.
         is_drafted: the Engine has the experiment's head or draft model.
         verified_drafts: of a request, on average, in place of what TileSpec would choose.
+        replay_errors: NGRAM drafts known answers, of which this share is spoilt
+            (`benchmark.replay`); None: it does not.
         params: sampling parameters of its requests.
         fields: of its requests, beside sampling parameters.
         is_streamed: its requests ask for streams.
@@ -37,6 +40,7 @@ class EngineWay:
     flags: Mapping[str, Any] = field(default_factory=dict)
     is_drafted: bool = False
     verified_drafts: float | None = None
+    replay_errors: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     is_streamed: bool = False
@@ -45,7 +49,13 @@ class EngineWay:
     @property
     def serving(self) -> tuple[Any, ...]:
         """The flags of its Engine: ways for which they are equal share one."""
-        return self.flags, self.is_drafted, self.verified_drafts
+        return self.flags, self.is_drafted, self.verified_drafts, self.replay_errors
+
+    @property
+    def starts_alone(self) -> bool:
+        """Tells whether no other Engine may start beside it: it measures prices of steps, or has an
+        environment of its own."""
+        return self.measures_prices or self.replay_errors is not None
 
     @property
     def measures_prices(self) -> bool:
@@ -66,8 +76,8 @@ def start_engines(
     flags: dict[str, Any],
     drafter: Mapping[str, Any],
 ) -> dict[str, sglang.Engine]:
-    """Starts an Engine for each way, or one for ways that share it. Those that measure prices start
-    one by one, alone on the GPU; then all others together.
+    """Starts an Engine for each way, or one for ways that share it. Those that start alone do so
+    one by one; then all others together.
 
     Args:
         stack: shuts them down.
@@ -91,9 +101,10 @@ def start_engines(
 
     engines = {}
     firsts = dict.fromkeys(first_of.values())
-    for name in (name for name in firsts if ways[name].measures_prices):
+    for name in (name for name in firsts if ways[name].starts_alone):
         count = ways[name].verified_drafts
-        with mock.patch.dict(os.environ, {} if count is None else {VERIFIED_DRAFTS: str(count)}):
+        environ = {} if count is None else {VERIFIED_DRAFTS: str(count)}
+        with mock.patch.dict(os.environ, environ), replaying(ways[name].replay_errors):
             engines[name] = start(name)
     others = [name for name in firsts if name not in engines]
     with ThreadPoolExecutor(max(1, len(others))) as pool:

@@ -82,11 +82,11 @@ WHEELHOUSE="$(realpath -m -- "${WHEELHOUSE:-$ROOT/.wheelhouse}")"
 BUNDLED_SUITES=(
     test/e2e/test_{greedy_equality,mtp}.py
     test/e2e/test_engine_{determine_generation,pause_continue,flush_cache}.py
-    test/unit/mtp/test_mtp_equality.py
+    test/unit/speculative/test_mtp_equality.py
 )
 SMALL_SUITES=(
     test/e2e/test_logprobs_and_penalties.py
-    test/unit/mtp/test_{mtp_requests,pause_with_model,observability,ledger_matrix,packed_steps}.py
+    test/unit/speculative/test_{mtp_requests,pause_with_model,mtp_observability,ledger_matrix,packed_steps}.py
     test/unit/speculative/test_{second_model_drafter,toy_drafters}.py
 )
 

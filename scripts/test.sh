@@ -18,9 +18,9 @@ for argument in "$@"; do
 done
 [ "${#TARGETS[@]}" -eq 0 ] || export TEST_TURN="${TEST_TURN:-$RANDOM}"
 
-# Three files keep two cores busy while servers start and tests wait. Waiting torch threads sleep:
-# busy ones of several processes slow each other many times over.
-export OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false
+# Three files keep two cores busy while servers start and tests wait. So torch computes in one thread
+# of each process; models of tests are so small that a second one costs more than it gives.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false
 # Each of them, and each server, would compile all modules of this repository again.
 unset PYTHONDONTWRITEBYTECODE
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -94,9 +94,10 @@ def run_of(
             name: Way(servings.of(name, text), {**text.params, **way.params, **outputs})
             for name, way in ways.items()
         }
-        if text.is_known:
-            for name, engine in servings.engines.items():
-                engine.generate(input_ids=lap, sampling_params=served[name].params)
+        longest = {"max_new_tokens": arguments.new_tokens * 5 // 4}  # of `varied_lengths`
+        for name, engine in servings.engines.items():
+            if text.is_known or ways[name].replay_errors is not None:
+                engine.generate(input_ids=lap, sampling_params=served[name].params | longest)
         is_equal = arguments.equal_lengths
         loops[text_name] = closed_loops(served, lap, has_equal_lengths=is_equal)
 
@@ -127,8 +128,20 @@ def measure(
     return result
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_mtp_parser(__doc__, "NAME")
+def parse(
+    argv: list[str] | None = None,
+    doc: str | None = __doc__,
+    result_name: str = "{name}",
+    add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """Reads a command line that names an experiment.
+
+    Args:
+        result_name: of the default --out; `{name}` is the experiment.
+        add_more: adds further options.
+    """
+    parser = make_mtp_parser(doc, "NAME")
+    add_more(parser)
     add = parser.add_argument
     questions = "; ".join(f"{name}: {each.question}" for name, each in EXPERIMENTS.items())
     add("name", choices=EXPERIMENTS, help=questions, metavar="NAME")
@@ -141,7 +154,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(budget_s=300.0, rounds=12, out=None)
     arguments = parser.parse_args(argv)
     experiment = EXPERIMENTS[arguments.name]
-    arguments.out = arguments.out or RESULTS / f"{arguments.name}.json"
+    arguments.out = arguments.out or RESULTS / f"{result_name.format(name=arguments.name)}.json"
     arguments.concurrency = arguments.concurrency or [*experiment.requests]
     arguments.ways = arguments.ways or [*(experiment.default or experiment.ways)]
     if experiment.algorithm is None:

@@ -175,6 +175,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
     add("--device", default="auto")
     add("--attention-backend")
+    add("--max-running-requests", type=int, default=MAX_RUNNING, help="the server's flag")
     add_schedule_options(parser)
     return parser.parse_args(argv)
 
@@ -192,7 +193,7 @@ def main() -> None:
             load_format="dummy",
             device=arguments.device,
             attention_backend=arguments.attention_backend,
-            max_running_requests=MAX_RUNNING,
+            max_running_requests=arguments.max_running_requests,
             log_level="error",
             **flags,
         )
@@ -204,6 +205,7 @@ def main() -> None:
                 "geometry": arguments.geometry,
                 "divided_by": arguments.divide,
                 "attention_backend": arguments.attention_backend or "default",
+                "max_running_requests": arguments.max_running_requests,
                 "flags": flags,
                 "schedule": info["resolved"]["schedule"],
                 "kv_tokens": info["max_total_num_tokens"],

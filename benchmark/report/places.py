@@ -65,23 +65,27 @@ class Plot:
     """An SVG file in docs/.
 
     Attributes:
-        measure: module of benchmark/measure/ whose result it is made of.
-        draw: takes the result and the path to write.
+        measure: module of benchmark/measure/ whose results it is made of, with its arguments.
+        results: pattern of the files in benchmark/results/.
+        draw: takes the results, in the order of their names, and the path to write.
     """
 
     measure: str
-    draw: Callable[[Result, Path], None]
+    results: str
+    draw: Callable[[list[Result], Path], None]
 
     def write(self, root: Path, path: Path) -> None:
-        """Draws the result under `root`.
+        """Draws the results under `root`.
 
         Raises:
-            SystemExit: without the result or matplotlib; the message names the remedy.
+            SystemExit: without a result or matplotlib; the message names the remedy.
         """
-        file = root / RESULTS / f"{self.measure}.json"
-        if not file.is_file():
-            sys.exit(f"There is no {RESULTS}/{file.name}: python -m benchmark.measure.{file.stem}")
-        self.draw(json.loads(file.read_text(encoding="utf-8")), path)
+        files = sorted((root / RESULTS).glob(self.results))
+        if not files:
+            sys.exit(
+                f"There is no {RESULTS}/{self.results}: python -m benchmark.measure.{self.measure}"
+            )
+        self.draw([json.loads(file.read_text(encoding="utf-8")) for file in files], path)
 
 
 README, MTP, PERFORMANCE = "README.md", "docs/mtp.md", "docs/performance.md"
@@ -109,6 +113,9 @@ TABLES = {
             ("lists_beside_streams", stream_tables.lists_beside),
         )
     },
+    "replay_shares": Table(
+        PERFORMANCE, "replay_*.json", speculation_tables.replay_shares, has_provenance=True
+    ),
     "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
     **{
         name: Table(ADAPTIVE, f"{name}.json", make, has_provenance=True)
@@ -122,4 +129,7 @@ TABLES = {
         RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),
 }
-PLOTS = {"adaptive_steps.svg": Plot("adaptive_steps", plots.draw_adaptive_steps)}
+PLOTS = {
+    "adaptive_steps.svg": Plot("adaptive_steps", "adaptive_steps.json", plots.draw_adaptive_steps),
+    "replay_shares.svg": Plot("experiment replay", "replay_*.json", plots.draw_replay_shares),
+}

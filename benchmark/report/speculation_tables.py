@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from benchmark.experiments import DRAFTED, PLAIN
 from benchmark.goals import (
     ADAPTIVE_OVER_BEST_FIXED,
     ADAPTIVE_OVER_FIXED_3,
@@ -110,3 +111,50 @@ def adaptive_costs(results: list[Result]) -> str:
     names = ["configuration", "graphs of the deepest tier alone", "of all tiers"]
     names += [f"asked up to {TIERS_MEMORY_RATIO:g}", "reached"]
     return f"{text}\n{table(names, memory)}" if memory else text
+
+
+def shares_of_replay(results: list[Result]) -> dict[str, dict[int, Result]]:
+    """By drafter and requests at once: the ratio to replayed drafts, as `Interval.stored`."""
+    found: dict[str, dict[int, Result]] = {}
+    for result in results:
+        for row in result["rows"]:
+            for pair, ratio in row["ratios"].items():
+                mine, other = pair.split(" / ")
+                if other != PLAIN:
+                    name = f"{_drafter(result, mine)} / {other}"
+                    found.setdefault(name, {})[row["load"][0]] = ratio
+    return found
+
+
+def replay_shares(results: list[Result]) -> str:
+    """Requests at once across; one row per drafter and replay: its share of the speed of replayed
+    drafts, then one per way: milliseconds of a round, tokens per round, and of these the share that
+    is left beside plain decoding."""
+    shares = shares_of_replay(results)
+    loads = sorted({load for each in shares.values() for load in each})
+    rows = [
+        [name, *(f"{each[load]['mean']:.3f}" if load in each else "-" for load in loads)]
+        for name, each in shares.items()
+    ]
+    rounds: dict[str, dict[int, str]] = {}
+    for result in results:
+        for row in result["rows"]:
+            for way in row["ways"]:
+                told = rounds.setdefault(f"{_drafter(result, way)}, per round", {})
+                told.setdefault(row["load"][0], _round(row, way))
+    rows += [[name, *(each.get(load, "-") for load in loads)] for name, each in rounds.items()]
+    return table(["requests at once", *map(str, loads)], rows)
+
+
+def _drafter(result: Result, way: str) -> str:
+    return str(result["algorithm"]) if way == DRAFTED else way
+
+
+def _round(row: Result, way: str) -> str:
+    """Milliseconds of a round with its share of prompts, tokens, and how much of them is kept."""
+    tok_s, tokens = (
+        statistics.median(row["ways"][way][name]) for name in ("tok_s", "tokens_per_step")
+    )
+    text = f"{row['load'][0] * tokens / tok_s * 1e3:.2f} ms, {tokens:.2f}"
+    over_plain = row["ratios"].get(f"{way} / {PLAIN}")
+    return text if over_plain is None else f"{text}, {over_plain['mean'] / tokens:.2f}"

@@ -78,6 +78,7 @@ class Built:
             assert masks[request] == [node.seen for node in nodes]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("topk", "depth", "num_nodes"),
     [(1, 1, 1), (1, 1, 2), (1, 4, 5), (2, 2, 5), (3, 1, 4), (3, 3, 8), (4, 5, 9), (4, 4, 16),
@@ -159,6 +160,7 @@ def test_a_negative_length_has_no_prefix(trees: Ops) -> None:
     assert (built.positions - expected.positions).tolist() == [-3] * 4 + [0] * 8
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("topk", "depth"), [(1, 1), (1, 6), (2, 1), (2, 3), (4, 3), (8, 5), (10, 7)]
 )

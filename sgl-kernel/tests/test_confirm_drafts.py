@@ -42,6 +42,7 @@ def one_request(tokens: list[int], targets: list[int], parents: list[int] | None
     )
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("reads_all", [True, False])
 @pytest.mark.parametrize("has_tree", [True, False])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 8, 31, 32, 33, 64, 65, 200])
@@ -99,6 +100,7 @@ def test_a_chain_is_the_tree_whose_rows_follow_the_one_before(confirm: Confirm, 
     assert all(torch.equal(*pair) for pair in zip(chain, tree, strict=True))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(20))
 def test_where_siblings_differ_all_rows_whose_whole_path_matches_are_kept(
     confirm: Confirm, seed: int

@@ -48,6 +48,7 @@ def draw(library: KernelLibrary, case: SamplingCase) -> torch.Tensor:
     return token_ids
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_argmax_and_its_logprob_of_any_size(
@@ -73,6 +74,7 @@ def test_ties_go_to_the_lowest_index(library: KernelLibrary) -> None:
     assert emulated_library.argmax_logprob(library, logits)[0].tolist() == [0, 77, 4500]
 
 
+@pytest.mark.long_matrix
 def test_ties_over_more_chunks_than_a_warp_has_lanes(library: KernelLibrary) -> None:
     logits = torch.zeros(2, 200000, dtype=torch.float16)
     logits[:, [190000, 150000]] = 2.0
@@ -173,6 +175,7 @@ def test_a_rows_token_does_not_depend_on_the_other_rows(library: KernelLibrary) 
             assert torch.equal(part, expected[row : row + 1])
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1e4, 1e30])
 def test_extreme_temperatures_give_tokens_in_range(
     library: KernelLibrary, temperature: float
@@ -185,6 +188,7 @@ def test_extreme_temperatures_give_tokens_in_range(
         assert torch.equal(token_ids, case.logits.argmax(dim=-1))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 4089, 4097, 9001])
 @pytest.mark.parametrize("num_extra", [0, 3])

@@ -41,6 +41,7 @@ def check_moves(move: Move, case: MoveCase) -> int:
     return sum(not torch.equal(*pair) for pair in zip(before, case.kv.tensors, strict=True))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("max_rows", [1, 2, 5, 16, 64])
 def test_kept_kv_moves_to_the_front_of_all_pools(move: Move, page_size: int, max_rows: int) -> None:

@@ -48,6 +48,7 @@ def sample_uniform(
     return results
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("max_nodes", [1, 2, 5, 33, 64])
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.3, 1.0), (1.0, 0.4), (0.0, 0.0)])
 def test_ragged_trees(trees: Ops, max_nodes: int, thresholds: tuple[float, float]) -> None:

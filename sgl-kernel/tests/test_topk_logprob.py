@@ -43,6 +43,7 @@ def drawn(rows: int, size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(rows, size, generator=generator) * 4).to(dtype)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("size", "topk"), [(1, 1), (2, 2), (7, 4), (16, 16), (33, 8), (4097, 16), (9001, 3)]
@@ -52,6 +53,7 @@ def test_any_size(topk_logprob: TopK, size: int, topk: int, dtype: torch.dtype) 
     check(topk_logprob, emulated_library.surrounded(logits), topk)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", range(8))
 def test_misaligned_rows(topk_logprob: TopK, offset: int, dtype: torch.dtype) -> None:

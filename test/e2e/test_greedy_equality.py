@@ -136,6 +136,7 @@ def test_a_second_run_from_the_cache_gives_the_same_tokens(
     assert again == [len(reference.prompt) - 1 for reference in chosen]
 
 
+@pytest.mark.long_matrix
 def test_seeded_sampling_depends_on_nothing_but_the_seed(
     model_path: Path, references: list[Reference]
 ) -> None:

@@ -43,6 +43,7 @@ def server(model_dir: Path) -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.mark.long_matrix
 def test_a_model_without_a_chat_template_says_which_flag(server: RunningServer) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}]}
     response = server.post("/v1/chat/completions", body)

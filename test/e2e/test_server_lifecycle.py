@@ -190,6 +190,7 @@ def test_killed_server_leaves_no_children_and_no_sockets(
         assert not list(tmp_path.glob("sglang-*"))
 
 
+@pytest.mark.long_matrix
 def test_keys_guard_a_real_server_and_are_told_to_nobody(
     model_dir: Path, chat_template: Path
 ) -> None:

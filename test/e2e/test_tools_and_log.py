@@ -105,6 +105,7 @@ def _slow_reader(server: RunningServer) -> socket.socket:
     return open_request(server, {"text": "def ", "stream": True, "sampling_params": params})
 
 
+@pytest.mark.long_matrix
 def test_slow_readers_hold_nobody_up_and_grow_no_memory(server: RunningServer) -> None:
     """Cumulative chunks of one such stream add up to some 20 MB; unread ones must not be kept."""
     server.generate(max_new_tokens=4)

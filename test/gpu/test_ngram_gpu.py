@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark.replay import ERROR_RATE, ReplayDrafter
 from drafted_serving import Disturb, Drafted, abort, launches_never_wait, nothing, pause, serve
 from eagle_models import write_models
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_ops_cases import CASES, difference
 from ngram_serving import ngram_config
 from round_serving import NUM_STEPS, On, Served, right_tokens, runners, setup_of, zero
+from sglang.srt.speculative import ngram_worker
 from tile_spec_rounds import prices_of
 
 if not torch.cuda.is_available():
@@ -106,3 +108,19 @@ def test_rounds_do_not_wait(
     serve(harness, right(paths["target"]))  # all is compiled
     with launches_never_wait(harness):
         serve(harness, right(paths["target"]))
+
+
+def test_replay_in_graphs_does_not_wait(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter of benchmarks that stands in NGRAM's place."""
+    monkeypatch.setattr(ngram_worker, "NgramDrafter", ReplayDrafter)
+    monkeypatch.setenv(ERROR_RATE, "0.3")
+    served = serving(paths, "fixed", 1)
+    served.may_lack = True
+    served.watch()
+    serve(served.harness, right(paths["target"]))
+    assert min(served.seen["right"], served.seen["wrong"]) > 10
+    served.unwatch()
+    with launches_never_wait(served.harness):
+        serve(served.harness, right(paths["target"]))

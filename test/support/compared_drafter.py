@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3, Oracle
+from draft_heads import EAGLE, EAGLE3, MASK_TOKEN, P_EAGLE, Oracle
 from drafted_serving import Drafted
 from eagle_models import (
     CONTEXT,
@@ -28,6 +28,7 @@ from eagle_models import (
     eagle_config_for,
     write_eagle3_head,
     write_eagle_head,
+    write_p_eagle_head,
     write_target,
 )
 from mtp_oracle import load_reference
@@ -160,7 +161,15 @@ class ComparedDrafter(EagleDrafter):
             score *= float(logits[-1].softmax(0)[column])
             assert told == pytest.approx(score, rel=5e-3)
             self.seen["ties"] += int(logits[-1].argmax()) != column
-            tokens, hidden = [*tokens, draft], torch.cat((hidden, carried[-1:]))
+            fed, further = self._fed_after(draft, carried[-1:])
+            tokens, hidden = [*tokens, fed], torch.cat((hidden, further))
+
+    def _fed_after(self, draft: int, carried: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The token and the hidden input [1, hidden_size] of the row after a draft."""
+        mask = self.oracle.tensors.get("mask_hidden")
+        if mask is None:
+            return draft, carried
+        return MASK_TOKEN, self.oracle.combine(mask.view(1, -1))
 
     def _column_of(self, token: int) -> int:
         columns = torch.arange(self.oracle.num_tokens, device=self._runner.device)
@@ -241,7 +250,8 @@ def write_noisy_models(folder: Path) -> dict[str, Path]:
     target = write_target(folder / "target")
     eagle3 = write_eagle3_head(folder / EAGLE3, target, noise=0.2)
     heads = {EAGLE: write_eagle_head(folder / EAGLE, noise=0.2), EAGLE3: eagle3}
-    return {"target": target, **heads}
+    masks = write_p_eagle_head(folder / P_EAGLE, target, noise=0.2)
+    return {"target": target, **heads, P_EAGLE: masks}
 
 
 def compared(

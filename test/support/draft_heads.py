@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
+P_EAGLE = "P-EAGLE"  # a kind of heads of EAGLE3
+MASK_TOKEN = 5
 FILE = "model.safetensors"
 DRAFT_VOCAB_SIZE = 96
 
@@ -139,6 +141,22 @@ def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Te
 def write_eagle3(folder: Path, seed: int = 0, layer: str = "midlayer.", **changes: Any) -> Path:
     config = {**eagle3_config(), **changes}
     return write_head(folder, config, random_tensors(eagle3_shapes(SMALL, layer), seed))
+
+
+def write_p_eagle(folder: Path, **changes: Any) -> Path:
+    write_eagle3(folder, mask_token_id=MASK_TOKEN, **changes)
+    return add_mask_hidden(folder, SMALL)
+
+
+def add_mask_hidden(folder: Path, sizes: Sizes) -> Path:
+    """Gives the file of an EAGLE-3 head hidden states of mask tokens."""
+    mask = torch.randn(1, 1, 3 * sizes.hidden, generator=torch.Generator().manual_seed(2))
+    save_file({**load_file(folder / FILE), "mask_hidden": mask}, folder / FILE)
+    return folder
+
+
+def architecture_of(kind: str) -> str:
+    return EAGLE3 if kind == P_EAGLE else kind
 
 
 def write_eagle(folder: Path, seed: int = 0, **changes: Any) -> Path:

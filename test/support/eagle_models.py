@@ -17,7 +17,11 @@ from safetensors.torch import load_file, save_file
 from draft_heads import (
     EAGLE,
     EAGLE3,
+    MASK_TOKEN,
+    P_EAGLE,
     Sizes,
+    add_mask_hidden,
+    architecture_of,
     eagle3_config,
     eagle3_shapes,
     eagle_config,
@@ -116,6 +120,13 @@ def write_eagle3_head(
     return write_head(path, {**config, "norm_output": True}, tensors)
 
 
+def write_p_eagle_head(path: Path, target: Path, noise: float = 0.04) -> Path:
+    """Drafts from mask tokens too, as that of `write_eagle3_head` drafts; these drafts are seldom
+    right."""
+    write_eagle3_head(path, target, noise=noise, mask_token_id=MASK_TOKEN)
+    return add_mask_hidden(path, SIZES)
+
+
 def write_draft(path: Path, seed: int = 1, noise: float = 0.1) -> Path:
     """A draft model of 2 layers, half as wide as the target."""
     return write_target(path, seed, noise, num_layers=2, hidden=HIDDEN // 2)
@@ -128,6 +139,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         "target": target,
         EAGLE: write_eagle_head(folder / EAGLE),
         EAGLE3: write_eagle3_head(folder / EAGLE3, target),
+        P_EAGLE: write_p_eagle_head(folder / P_EAGLE, target),
         STANDALONE: write_draft(folder / STANDALONE),
     }
 
@@ -153,5 +165,5 @@ def eagle_config_for(
     if kind == STANDALONE:
         draft = load_draft_config(str(head), model, target)
         return DrafterConfig("standalone", StandaloneConfig(draft, replace(rounds, num_free=0)))
-    config = load_head_config(str(head), kind, model, **options)
+    config = load_head_config(str(head), architecture_of(kind), model, **options)
     return DrafterConfig("eagle", EagleConfig(config, rounds))

@@ -3,6 +3,7 @@ head's oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,16 @@ class Pair:
 
 
 def make_pair(
-    target: Path, folder: Path, kind: str, page_size: int = 1, token_map: str | None = None
+    target: Path,
+    folder: Path,
+    kind: str,
+    page_size: int = 1,
+    token_map: str | None = None,
+    on: Mapping[str, Any] = CPU,
 ) -> Pair:
+    """`on` has fields of `ExecutionConfig`; the oracle is on the CPU."""
     setup = Setup(num_pages=512 // page_size, page_size=page_size)
-    execution = make_execution(target, setup, **CPU)
+    execution = make_execution(target, setup, **on)
     head = load_head_config(str(folder), kind, execution.model, token_map)
     group = make_runners(execution, replace(execution, model=head))
     weights = load_file(target / FILE)
@@ -88,6 +95,7 @@ class Feeding:
         hidden states and logits of all rows, or of those that `reads` names."""
         pair, runner, expected = self.pair, self.pair.runner, []
         table = runner.req_to_token_pool.req_to_token
+        device = table.device
         positions, slots, kv_lens = [], [], []
         for row, (tokens, hidden) in chunks.items():
             own = pair.oracle.combine(hidden) if hidden.shape[1] != HIDDEN_SIZE else hidden
@@ -100,24 +108,27 @@ class Feeding:
             slots.append(table[row, positions[-1]].long())
             kv_lens.append(start + len(tokens))
         batch = ForwardBatch(
-            input_ids=torch.tensor([token for tokens, _ in chunks.values() for token in tokens]),
-            positions=torch.cat(positions),
+            input_ids=torch.tensor(
+                [token for tokens, _ in chunks.values() for token in tokens], device=device
+            ),
+            positions=torch.cat(positions).to(device),
             slots=torch.cat(slots),
-            rows=torch.tensor(list(chunks)),
+            rows=torch.tensor(list(chunks), device=device),
             q_lens=[len(tokens) for tokens, _ in chunks.values()],
-            kv_lens=torch.tensor(kv_lens),
+            kv_lens=torch.tensor(kv_lens, device=device),
             kv_len_upper_bounds=kv_lens,
             bounds_are_exact=True,
-            read_index=None if reads is None else torch.tensor(reads),
-            hidden=torch.cat([hidden for _, hidden in chunks.values()]),
+            read_index=None if reads is None else torch.tensor(reads, device=device),
+            hidden=torch.cat([hidden for _, hidden in chunks.values()]).to(device),
         )
         hidden = runner.forward(batch).hidden.clone()
-        logits = runner.compute_logits(hidden)
+        logits = runner.compute_logits(hidden).cpu()
+        hidden = hidden.cpu()
         chosen = slice(None) if reads is None else reads
         wanted_hidden, wanted_logits = (torch.cat(each)[chosen] for each in zip(*expected))
         assert_close(hidden, wanted_hidden, self.tolerance)
         if pair.model.hot_head is not None:
-            wanted_logits = wanted_logits[:, pair.model.hot_ids]
+            wanted_logits = wanted_logits[:, pair.model.hot_ids.cpu()]
         assert_close(logits, wanted_logits, self.tolerance)
         return hidden, logits
 
@@ -137,7 +148,8 @@ def run_a_round(pair: Pair, kind: str, tolerance: float = TOLERANCE) -> None:
     hidden, logits = feeding.feed({row: feeding.random(3, width) for row in (0, 1, 2)})
     hidden, logits = hidden[2::3], logits[2::3]
     for _ in range(3):
-        tokens = pair.model.to_target_ids(logits.argmax(dim=-1)).tolist()
+        best = logits.argmax(dim=-1).to(pair.runner.device)
+        tokens = pair.model.to_target_ids(best).tolist()
         steps = {row: ([tokens[row]], hidden[row : row + 1]) for row in range(3)}
         hidden, logits = feeding.feed(steps)
     feeding.feed({1: feeding.random(4, width)}, reads=[3])

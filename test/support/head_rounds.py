@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
+from draft_heads import (
+    EAGLE,
+    EAGLE3,
+    P_EAGLE,
+    architecture_of,
+    write_eagle,
+    write_eagle3,
+    write_p_eagle,
+)
 from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES
@@ -28,7 +36,11 @@ NUM_STEPS = (1, 3)
 MAX_ROWS = 1 + 1 + max(NUM_STEPS)
 MAX_REQUESTS = 9  # graphs of 1, 2, 4, 8 and 9
 CONTEXT = 96
-WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
+WRITERS: dict[str, Callable[..., Path]] = {
+    EAGLE: write_eagle,
+    EAGLE3: write_eagle3,
+    P_EAGLE: write_p_eagle,
+}
 
 
 def make_head(
@@ -46,7 +58,7 @@ def make_head(
     )
     execution = make_execution(target, setup, CONTEXT, MAX_ROWS, **changes)
     config = replace(execution, max_graph_rows=64 if execution.max_graph_width else 0)
-    model = load_head_config(str(head), kind, config.model)
+    model = load_head_config(str(head), architecture_of(kind), config.model)
     target_config = replace(config, max_graph_width=0, max_graph_rows=0)
     group = make_runners(
         target_config,

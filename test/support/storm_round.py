@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from drafter_checks import DraftCounter, make_drafter_runners
+from jumping_tier import JumpingTier
 from oracle import first_divergence
 from sglang.srt.control import weight_control
 from sglang.srt.managers.scheduler import SchedulerDebug
@@ -160,6 +161,9 @@ class Round(SchedulerHarness):
         self.confirmed = counter.seen
         worker = make_worker(group, drafter, on_step=counter, checks_kv=True)
         assert isinstance(worker, TpModelWorker)
+        planner: Any = worker._planner
+        if isinstance(planner.policy, JumpingTier):
+            planner.policy.may_lack = True  # as requests may ask for
         return Parts(1, setup, group, worker)
 
     def _draw_setup(self, max_rows: int) -> Setup:

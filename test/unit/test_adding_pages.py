@@ -95,6 +95,7 @@ def test_the_added_model_backend_and_drafter_give_the_models_tokens(
     assert found["tokens"] == twin[1]
 
 
+@pytest.mark.long_matrix
 def test_the_added_sampling_parameter_rules_tokens_out(found: dict[str, Any]) -> None:
     """Few enough that the best one alone is left."""
     freely, best = found["drawn"]

@@ -101,6 +101,7 @@ def test_every_family_is_tested() -> None:
     assert sorted(ARCHITECTURES.values()) == MODELS.names
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("name", [None, *OPTIONAL, "all"])
 def test_a_missing_entry_means_what_transformers_takes(

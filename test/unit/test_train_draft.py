@@ -91,6 +91,7 @@ def test_agreement_on_real_text_is_that_of_the_best_tokens(pair: ModelPair) -> N
     assert all(bool(hits.all()) for hits in twins.hits(tokens, starts))
 
 
+@pytest.mark.long_matrix
 def test_text_by_drafts_is_the_targets_own(pair: ModelPair) -> None:
     """A draft model of random weights guesses badly; one that is the target is always right."""
     prompts = tokens_of(4)
@@ -101,6 +102,7 @@ def test_text_by_drafts_is_the_targets_own(pair: ModelPair) -> None:
         assert least <= summarize(rounds, 3)["accept_length_all"] <= most
 
 
+@pytest.mark.long_matrix
 def test_training_teaches_a_draft_model_to_say_what_its_target_says(target: Llama) -> None:
     arguments = Namespace(
         batch_size=8, context=32, own_share=0.5, own_rows=32, own_batch=16, best_weight=0.5,

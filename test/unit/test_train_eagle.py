@@ -253,6 +253,7 @@ def test_sampled_continuations_follow_the_targets_distribution(target: Llama) ->
 # --- evaluation and training ---------------------------------------------------------------------
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_text_by_drafts_is_the_targets_own(target: Llama, algorithm: str) -> None:
     """Heads of random weights guess badly: nearly every round rejects."""
@@ -267,6 +268,7 @@ def test_text_by_drafts_is_the_targets_own(target: Llama, algorithm: str) -> Non
     assert 1.0 <= summarize(rounds, 3)["accept_length_all"] < 2.0
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_training_teaches_a_head_to_draft(target: Llama, algorithm: str) -> None:
     arguments = Namespace(

@@ -109,6 +109,7 @@ def test_only_a_base_models_card_is_extended() -> None:
     assert "these go" not in card
 
 
+@pytest.mark.long_matrix
 def test_training_teaches_masks_to_predict() -> None:
     """A text that repeats itself: soon the masks say what comes."""
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ from sglang.srt.head_layouts import (
     EAGLE3,
     INNER,
     LAYER_IDS,
+    MASK_HIDDEN,
+    MASK_TOKENS,
     OPTIONS,
     RENAMED,
     SPECULATORS,
@@ -43,6 +45,21 @@ FLAGS = {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # values of --speculative-algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskInput:
+    """Describes what a head of P-EAGLE is fed in place of a token and hidden states that are not
+    known (arXiv 2602.01469).
+
+    Attributes:
+        token_id: in place of the token.
+        num_dims: of the tensor `mask_hidden`, which is in place of the taps: [1, width], or
+            [1, 1, width].
+    """
+
+    token_id: int
+    num_dims: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftHeadConfig(ModelConfig):
     """Describes a head, however its folder is laid out: the shape of its layers, and the rest.
 
@@ -61,6 +78,8 @@ class DraftHeadConfig(ModelConfig):
         norm_before_fc: one norm for all taps, before `fc`.
         norm_before_residual: the first layer's residual is the hidden state after its norm.
         carries_normed: the next draft step reads the output after the last norm, not before it.
+        mask: what rows feed from which it drafts several tokens at once; None: it drafts one token
+            after the other.
         unused: entries of its config.json that change nothing here.
         hot_token_ids: the only tokens of the target that it drafts; empty for no bound.
     """
@@ -81,6 +100,7 @@ class DraftHeadConfig(ModelConfig):
     norm_before_fc: bool
     norm_before_residual: bool
     carries_normed: bool
+    mask: MaskInput | None
     unused: tuple[str, ...]
     hot_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
@@ -139,6 +159,7 @@ def load_head_config(
         layout=layout,
         target=target.path,
         taps=taps,
+        mask=_mask_input(config, shapes.get(stored.get(MASK_HIDDEN, ""), (1, 1)), layout),
         unused=_unused(entries),
         hot_token_ids=hot_token_ids,
     )
@@ -300,6 +321,32 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
     if config.flag("use_sliding_window") or "sliding_attention" in layer_types:
         raise config.refusal("sliding windows of heads are not supported; use a head without them")
     return facts
+
+
+def _mask_input(config: ModelConfig, shape: tuple[int, ...], layout: Layout) -> MaskInput | None:
+    """
+    Args:
+        shape: of `mask_hidden`.
+
+    Raises:
+        ModelPathError: if the entries name no token, or several.
+    """
+    if not layout.has_masks:
+        return None
+    ids = {name: config.integer(name, None, minimum=0) for name in MASK_TOKENS}
+    found = {value for value in ids.values() if value is not None}
+    if len(found) != 1:
+        raise config.refusal(
+            f"a head of P-EAGLE is fed a mask token, and {', '.join(MASK_TOKENS)} name"
+            f" {sorted(found) or 'none'}; write the one that it was trained with"
+        )
+    [token_id] = found
+    if token_id >= config.vocab_size:
+        raise config.refusal(
+            f"the mask token is {token_id}, but vocab_size is {config.vocab_size}; write the one"
+            " that it was trained with"
+        )
+    return MaskInput(token_id=token_id, num_dims=len(shape))
 
 
 def _num_layers(config: ModelConfig, layout: Layout, names: frozenset[str]) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
+MASK_HIDDEN = "mask_hidden"
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of one entry
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Objects of config.json whose entries belong to the head as those at its top do.
 SPECULATORS, INNER, OPTIONS = "speculators_model_type", "transformer_layer_config", "eagle_config"
@@ -21,19 +23,21 @@ class Layout:
         kind: EAGLE or EAGLE3; None: --speculative-algorithm says which.
         problem: says why no drafter here takes it; empty if one does.
         qkv_bias: the projections to queries, keys and values have biases, whatever entries say.
+        has_masks: drafts all tokens but the first in one pass, from mask tokens (P-EAGLE).
     """
 
     maker: str
     kind: str | None = None
     problem: str = ""
     qkv_bias: bool = False
+    has_masks: bool = False
 
 
 def _without_drafter(maker: str, drafts: str) -> Layout:
     return Layout(maker, problem=f"it is a head of {maker}, which {drafts}; no drafter here can")
 
 
-P_EAGLE = _without_drafter("P-EAGLE", "drafts several tokens in one pass from mask states")
+P_EAGLE = Layout("P-EAGLE", EAGLE3, has_masks=True)
 DFLASH = _without_drafter("DFlash", "drafts a block of tokens in one pass from mask states")
 DSPARK = _without_drafter("DSpark", "drafts a block and corrects it by a Markov head")
 NEXTN = _without_drafter("NEXTN", "is the model's own layer for multi-token prediction (MTP)")
@@ -54,7 +58,7 @@ HEAD_ENTRIES = (SPECULATORS, "draft_vocab_size", "dflash_config")  # which no mo
 # By `speculators_model_type`.
 SPECULATORS_TYPES = {
     "eagle3": Layout("speculators", EAGLE3),
-    "peagle": P_EAGLE,
+    "peagle": Layout("speculators", EAGLE3, has_masks=True),
     "dflash": DFLASH,
     "dflash2": DFLASH,
     "dspark": DSPARK,
@@ -65,8 +69,7 @@ MARKS = {
     "dspark_target_layer_ids": DSPARK,
     "markov_head.markov_w1.weight": DSPARK,
     "dflash_config": DFLASH,
-    "mask_token_id": P_EAGLE,
-    "mask_hidden": P_EAGLE,
+    **dict.fromkeys((*MASK_TOKENS, MASK_HIDDEN), P_EAGLE),
     "mtp.fc.weight": NEXTN,
 }
 MTP_NAMES = ("MTP", "NextN")  # in names of classes
@@ -89,7 +92,7 @@ USED_ENTRIES = frozenset(
     " num_hidden_layers num_key_value_heads original_max_position_embeddings quantization_config"
     f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size"
     " use_aux_hidden_state use_aux_norm use_sliding_window vocab_size".split()
-)
+).union(MASK_TOKENS)
 
 
 def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout | None:

@@ -130,6 +130,7 @@ DRAFTERS = Registry(
         "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
         "mtp": "sglang.srt.speculative.mask_drafter:MaskDrafter",
         "ngram": "sglang.srt.speculative.ngram_worker:NgramDrafter",
+        "pair": "sglang.srt.speculative.pair_worker:PairDrafter",
         "standalone": "sglang.srt.speculative.standalone_worker:StandaloneDrafter",
     },
 )

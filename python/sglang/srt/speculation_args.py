@@ -14,7 +14,8 @@ class SpeculationArgs:
     speculative_algorithm: str | None = flag(
         None,
         "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), a smaller"
-        " model (`STANDALONE`) or earlier text (`NGRAM`). Default: none.",
+        " model (`STANDALONE`) or earlier text (`NGRAM`). A head or a model and NGRAM, such as"
+        " `EAGLE3,NGRAM`: for each request the likelier drafts. Default: none.",
         section="Speculative decoding",
     )
     speculative_draft_model_path: str | None = flag(

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmark.experiments import DRAFTED, PLAIN
 from benchmark.report import __main__ as report
 from benchmark.report import plots
 from benchmark.report.places import TABLES
+from benchmark.report.speculation_tables import replay_shares
 
 PAGE = "docs/performance.md"
 MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "commit": "a" * 40}
@@ -107,3 +109,27 @@ def test_a_missing_matplotlib_or_result_is_one_clear_message(
         report.main(["adaptive_steps.svg"])
     with pytest.raises(SystemExit, match=r"python -m benchmark\.measure\.adaptive_steps"):
         report.main(["adaptive_steps.svg"], tmp_path)
+
+
+def test_replay_shows_shares_of_its_speed_and_rounds() -> None:
+    """128 tokens/s and 4 tokens a round are 31.25 ms a round of one request."""
+    ways = {"replay 3": (128.0, 4.0), DRAFTED: (96.0, 3.0), PLAIN: (40.0, 1.0)}
+    row = {
+        "load": [1, "code"],
+        "ways": {way: {"tok_s": [s], "tokens_per_step": [n]} for way, (s, n) in ways.items()},
+        "ratios": {
+            f"{DRAFTED} / replay 3": {"mean": 0.75},
+            f"replay 3 / {PLAIN}": {"mean": 3.2},
+            f"{DRAFTED} / {PLAIN}": {"mean": 2.4},
+        },
+    }
+    other = {**row, "load": [8, "code"]}
+    results = [{"algorithm": "EAGLE3", "rows": [row]}, {"algorithm": "STANDALONE", "rows": [other]}]
+    assert replay_shares(results).splitlines()[2:] == [
+        "| EAGLE3 / replay 3 | 0.750 | - |",
+        "| STANDALONE / replay 3 | - | 0.750 |",
+        "| replay 3, per round | 31.25 ms, 4.00, 0.80 | 250.00 ms, 4.00, 0.80 |",
+        "| EAGLE3, per round | 31.25 ms, 3.00, 0.80 | - |",
+        "| plain, per round | 25.00 ms, 1.00 | 200.00 ms, 1.00 |",
+        "| STANDALONE, per round | - | 250.00 ms, 3.00, 0.80 |",
+    ]

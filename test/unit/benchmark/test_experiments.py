@@ -14,18 +14,23 @@ import pytest
 
 from benchmark import ways as ways_module
 from benchmark.experiments import (
+    DRAFTED,
     EXPERIMENTS,
     MTP_WAYS,
+    NGRAM,
     NGRAM_TEXTS,
     PLAIN,
     SWEPT,
     beside_own_kind,
+    beside_replay_and_plain,
     repeated,
     tiled_beside_others,
 )
 from benchmark.measure.experiment import main, parse
+from benchmark.replay import ERROR_RATE, MODULE
 from benchmark.stream_ways import ROUTES, server_command
 from benchmark.ways import VERIFIED_DRAFTS, Asked, start_engines
+from sglang.srt.entrypoints.children import CHILD_MODULES
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -60,6 +65,24 @@ def test_a_shape_of_drafts_is_a_way_where_there_is_a_drafter(
         assert "There is no '4x5" in capsys.readouterr().err
 
 
+def test_replay_has_drafts_errors_and_a_process_of_its_own(started: list[FakeEngine]) -> None:
+    experiment = EXPERIMENTS["replay"]
+    ways = {name: experiment.way(name) for name in ("replay 3", "replay 7:0.2", PLAIN, NGRAM)}
+    assert [way.replay_errors for way in ways.values()] == [0.0, 0.2, None, None]
+    assert [way.flags.get("speculative_num_draft_tokens") for way in ways.values()] == [
+        4,
+        8,
+        None,
+        4,
+    ]
+    with ExitStack() as stack:
+        start_engines(stack, ways, {}, {})
+        assert [engine.flags["replayed"] for engine in started] == ["0.0", "0.2", None, None]
+    assert CHILD_MODULES["scheduler"] != MODULE
+    pairs = beside_replay_and_plain(["replay 3", DRAFTED, PLAIN])
+    assert pairs == [(DRAFTED, "replay 3"), ("replay 3", PLAIN), (DRAFTED, PLAIN)]
+
+
 def test_tile_spec_stands_beside_every_way_without_it() -> None:
     swept, tiled = next(iter(SWEPT)), "TileSpec, static 3"
     names = [PLAIN, "static 3", tiled, swept]
@@ -88,8 +111,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
     made: list[FakeEngine] = []
 
     def start(flags: dict[str, Any], **more: Any) -> FakeEngine:
-        swept = ways_module.os.environ.get(VERIFIED_DRAFTS)
-        made.append(FakeEngine({**flags, **more, "swept": swept}))
+        environ = ways_module.os.environ
+        told = {"swept": environ.get(VERIFIED_DRAFTS), "replayed": environ.get(ERROR_RATE)}
+        assert (told["replayed"] is not None) == (CHILD_MODULES["scheduler"] == MODULE)
+        made.append(FakeEngine({**flags, **more, **told}))
         return made[-1]
 
     monkeypatch.setattr(ways_module, "start_engine", start)
@@ -102,7 +127,8 @@ def test_ways_share_an_engine_if_its_flags_are_the_same(started: list[FakeEngine
         engines = start_engines(stack, MTP_WAYS, {"a": 1}, {})
         assert len(started) == 1
         assert {*engines} == {*MTP_WAYS}
-        assert started[0].flags == {"a": 1, "mtp_load_aware_k": True, "swept": None}
+        told = {"swept": None, "replayed": None}
+        assert started[0].flags == {"a": 1, "mtp_load_aware_k": True, **told}
 
 
 def test_what_measures_prices_starts_alone_and_first(started: list[FakeEngine]) -> None:
@@ -137,7 +163,8 @@ def test_a_server_has_the_flags_of_an_engine() -> None:
 
 @pytest.mark.long_matrix
 @pytest.mark.parametrize(
-    ("name", "ways"), [("speculation", [PLAIN, "2x3x6"]), ("http", ["Engine", "/generate"])]
+    ("name", "ways"),
+    [("replay", ["replay 3", "2x3x6"]), ("http", ["Engine", "/generate"])],
 )
 def test_an_experiment_of_the_bundled_model_gives_its_ratios(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, ways: list[str]
@@ -156,3 +183,6 @@ def test_an_experiment_of_the_bundled_model_gives_its_ratios(
     assert len(row["ratios"][pair]["ratios"]) == 1
     assert min(min(each["tok_s"]) for each in row["ways"].values()) > 0
     assert pair in capsys.readouterr().out
+    if name == "replay":
+        [replayed], [found] = (row["ways"][way]["tokens_per_step"] for way in ways)
+        assert replayed > found > 1.5

@@ -37,6 +37,7 @@ def test_the_required_fields_suffice() -> None:
         make_body(body, REQUIRED.get(name, {}))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("value", ["\ud800", ["\ud800"]], ids=["text", "list"])
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_half_a_surrogate_pair_is_refused_in_every_field(

@@ -377,9 +377,14 @@ def test_weights_of_the_draft_model_are_noted_compared_and_reset(paths: dict[str
     assert harness.ask(CheckWeightsReq, action="reset", selector="draft").success
     reply = harness.ask(CheckWeightsReq, action="compare")
     assert "draft." in reply.message
+    assert harness.ask(CheckWeightsReq, action="compare", selector="target").success
+    assert not harness.ask(CheckWeightsReq, action="compare", selector="draft").success
     assert harness.end(harness.start()) == right_tokens(paths["target"])
     assert harness.load(paths[EAGLE3]).success
     assert harness.ask(CheckWeightsReq, action="compare").success
+    assert harness.ask(CheckWeightsReq, action="snapshot").success
+    reply = harness.ask(CheckWeightsReq, action="compare", selector="draft")
+    assert "no snapshot of these weights" in reply.message
 
 
 def test_weights_of_a_draft_model_are_refused_where_there_is_none(paths: dict[str, Path]) -> None:

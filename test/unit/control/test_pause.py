@@ -78,6 +78,7 @@ def last_status(harness: SchedulerHarness) -> EngineStatus:
     return statuses[-1] if statuses else EngineStatus()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", ["arriving", *PHASES])

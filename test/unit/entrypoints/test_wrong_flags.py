@@ -23,6 +23,7 @@ from sglang.srt.tokenizer import load_tokenizer
 EAGLE3 = "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-eagle3"
 BY_EMA = "--speculative-adaptive --speculative-adaptive-strategy ema"
 NGRAM = "--speculative-algorithm NGRAM"
+BOTH = "--speculative-algorithm EAGLE3,NGRAM --speculative-draft-model-path demo-eagle3"
 # Words of a command line behind `--model-path demo --device cpu`, and what the line says.
 WRONG = {
     "--speculative-algorithm EAGLE4": "EAGLE4 is unknown; there are EAGLE, EAGLE3",
@@ -55,6 +56,12 @@ WRONG = {
     f"{EAGLE3} --tile-spec --max-running-requests 513": "lower --max-running-requests",
     f"{EAGLE3} --tile-spec-cache-dir x": "needs --tile-spec",
     f"{EAGLE3} --speculative-ngram-capacity 5": "needs --speculative-algorithm NGRAM",
+    f"{BOTH} --speculative-eagle-topk 2": "leave it out: NGRAM beside another drafter",
+    f"{BOTH} --speculative-ngram-max-bfs-breadth 2": "leave it out: NGRAM beside another drafter",
+    f"{BOTH} --speculative-ngram-capacity 1": "must be a whole number from 2 to",
+    "--speculative-algorithm EAGLE3,NGRAM": "name the folder of a head",
+    "--speculative-algorithm EAGLE3,STANDALONE": "name one of them, or one and NGRAM",
+    "--speculative-algorithm EAGLE3,PHOENIX": "is unknown; there are",
     f"{NGRAM} --speculative-draft-model-path demo-eagle3": "leave it out",
     f"{NGRAM} --speculative-ngram-max-trie-depth 65": "must be a whole number from 1 to 64",
     f"{NGRAM} --speculative-ngram-capacity 1": "must be a whole number from 2 to",

@@ -14,7 +14,7 @@ import pytest
 from fake_backend import FULL, LENGTH, LIMITS, Backend, answer_of, run
 from serving_utils import make_model_dir
 from sglang.srt.frontend.errors import RequestError, ServiceError
-from sglang.srt.frontend.hidden_files import HiddenFiles
+from sglang.srt.frontend.hidden_files import PREFIX, HiddenFiles
 from sglang.srt.messages.requests import FinishReason
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,6 +25,25 @@ ABORTED = FinishReason(type="abort", message="Aborted.")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(make_model_dir(tmp_path_factory.mktemp("model")))
+
+
+def test_a_start_removes_what_killed_servers_left_and_nothing_of_running_ones(
+    tmp_path: Path,
+) -> None:
+    running = HiddenFiles(tmp_path, MOST, LAYERS, ROW_BYTES)
+    left = tmp_path / f"{PREFIX}left"
+    left.mkdir()
+    (left / "7.safetensors").touch()
+    other = tmp_path / "other"
+    other.mkdir()
+    link = tmp_path / f"{PREFIX}link"
+    link.symlink_to(other)
+    second = HiddenFiles(tmp_path, MOST, LAYERS, ROW_BYTES)
+    assert {*tmp_path.iterdir()} == {running.folder, second.folder, other, link}
+    second.close()
+    second.close()
+    assert running.folder.exists()
+    running.close()
 
 
 @pytest.fixture

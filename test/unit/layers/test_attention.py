@@ -503,6 +503,7 @@ def test_steps_of_changing_batches_with_a_window_per_layer(
     Steps(target, page_size=4, seed=1, windows=windows).run(60)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 100])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)

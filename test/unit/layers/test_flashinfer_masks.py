@@ -25,6 +25,7 @@ def written_out(placed: PlacedCase, window: int | None) -> list[bool]:
     return found
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("max_entries", [MAX_ENTRIES, 500])
 @pytest.mark.parametrize("name", CASES)
 def test_masks_are_what_rows_see(name: str, max_entries: int) -> None:

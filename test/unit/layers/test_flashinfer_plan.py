@@ -117,6 +117,7 @@ def test_the_workspace_covers_the_tiles_of_a_graph() -> None:
     assert 0 <= grouped - 32 * 132 * 128 * 129 * 4 < 1024
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, None], ids=["slots", "pages"])
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].graph_width is None])
 def test_what_is_planned_is_the_step(

@@ -38,6 +38,7 @@ def simulated(tiles: list[int], num_kv_heads: int, num_multiprocessors: int, spl
     return max(free) + (sums if splits > 1 else 0)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_rows", [32, 100, 128, 160, 256, 384, 512, 640, 1024, 2048])
 @pytest.mark.parametrize("kv_len", [2048, 8192, 16384, 30000])
 @pytest.mark.parametrize("num_multiprocessors", [H100, 78])

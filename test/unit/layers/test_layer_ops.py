@@ -14,6 +14,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
     return run_interpreted("support/layer_ops_cases.py", "triton", request)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_torch(name: str, dtype: torch.dtype) -> None:

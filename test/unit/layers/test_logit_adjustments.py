@@ -50,6 +50,7 @@ def random_wish(choose: random.Random) -> RowAdjustments | None:
     return RowAdjustments(params, tokens, 10, [1, 2])
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(30))
 def test_every_row_equals_numpy_through_arrivals_and_draws(seed: int) -> None:
     """Rows are re-used by requests with and without wishes; counts follow what is recorded."""

@@ -37,6 +37,7 @@ def test_each_request_feeds_what_the_device_says(target: tuple[str, str], name: 
     assert error <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 def test_random_steps(target: tuple[str, str], seed: int) -> None:

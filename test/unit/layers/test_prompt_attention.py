@@ -47,6 +47,7 @@ def random_step(source: random.Random) -> tuple[list[int], list[int]]:
     return q_lens, kv_lens
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", SEEDS)
 def test_prompts_are_the_requests_of_many_rows(seed: int) -> None:
     q_lens, kv_lens = random_step(random.Random(seed))
@@ -58,6 +59,7 @@ def test_prompts_are_the_requests_of_many_rows(seed: int) -> None:
     assert prompts_of(q_lens, kv_lens) == expected
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gathered_requests_have_room_of_their_own_within_the_capacity(seed: int) -> None:
     source = random.Random(seed)
@@ -81,6 +83,7 @@ def test_without_room_for_all_those_that_feed_most_are_gathered() -> None:
     assert [prompt.q_len for prompt in taken] == [900, 400]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", SEEDS)
 def test_items_cover_each_row_once_and_those_of_most_kv_come_first(seed: int) -> None:
     group = (1, 3, 4, 7, 64)[seed % 5]

@@ -56,6 +56,7 @@ def reference(scaling: dict[str, Any], theta: float) -> tuple[torch.Tensor, floa
     return rotary.inv_freq, rotary.attention_scaling, torch.stack((cos[0], sin[0]), dim=1)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 1_000_000])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=list(SCALINGS))
 def test_the_table_equals_that_of_transformers(scaling: dict[str, Any], theta: float) -> None:

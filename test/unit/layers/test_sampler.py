@@ -216,6 +216,7 @@ def filtered(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.nd
     return out[0].numpy()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(40))
 def test_filters_agree_with_a_walk_over_the_tokens(seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -96,6 +96,7 @@ WANTED = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", KINDS)
 def test_a_drafter_executes_plans_that_were_sent(
     paths: dict[str, Path], tmp_path: Path, name: str

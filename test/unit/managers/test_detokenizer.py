@@ -184,6 +184,7 @@ ENDS = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["last tokens", "no last tokens"])
 @pytest.mark.parametrize("text", ["a <EN", "<", "a ≠", "b 12"])

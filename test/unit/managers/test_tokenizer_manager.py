@@ -19,7 +19,7 @@ from sglang.srt.messages.control import (
     HealthPing,
     PauseGenerationReq,
 )
-from sglang.srt.messages.requests import FinishReason
+from sglang.srt.messages.requests import DECODE_FAILED, STOP_TOO_SLOW, FinishReason
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -207,17 +207,19 @@ def test_full_queue_fails_the_whole_batch_and_aborts_the_rest(tokenizer: Tokeniz
     run(tokenizer, scenario)
 
 
-def test_failed_sample_leaves_the_rest_of_its_batch_alone(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("broken", [DECODE_FAILED, STOP_TOO_SLOW])
+def test_failed_sample_leaves_the_rest_of_its_batch_alone(
+    tokenizer: Tokenizer, broken: FinishReason
+) -> None:
+    """The scheduler knows nothing of the failure, so it is told to end the request."""
+
     async def scenario(backend: Backend) -> None:
         task = asyncio.create_task(answer_of(backend, text=["a", "b"]))
         await backend.wait_sent(2)
-        broken = FinishReason(
-            type="abort", message="no text", status_code=500, err_type="DetokenizerError"
-        )
         backend.put(backend.requests[0].req_id, "", (1,), broken)
         backend.put(backend.requests[1].req_id, "fine", (1,), LENGTH)
         first, second = await task
-        assert first["meta_info"]["finish_reason"]["status_code"] == 500
+        assert first["meta_info"]["finish_reason"]["status_code"] == broken.status_code
         assert second["text"] == "fine"
         assert backend.aborted == [backend.requests[0].req_id]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, P_EAGLE
 from head_rounds import (
     HIDDEN_SIZE,
     MAX_REQUESTS,
@@ -30,8 +30,8 @@ from sglang.srt.model_executor.graph_keys import GraphKeys, kind_of
 from sglang.srt.model_executor.model_runner import ModelRunner
 from utils import make_random_llama
 
-BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE}
+BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3, P_EAGLE])
+WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE, P_EAGLE: 3 * HIDDEN_SIZE}
 TOLERANCE = 1e-4
 
 
@@ -78,6 +78,8 @@ def rounds(folders: Path, kind: str, backend: str = "ragged", page_size: int = 1
         (EAGLE3, "ragged", 16),
         (EAGLE, "uniform", 16),
         (EAGLE3, "uniform", 1),
+        (P_EAGLE, "ragged", 16),
+        (P_EAGLE, "uniform", 1),
     ],
 )
 def test_rounds_with_graphs_equal_rounds_without(
@@ -156,6 +158,7 @@ def test_every_graph_of_a_head_can_be_reached(folders: Path, kind: str) -> None:
     assert len(set(every)) == len(every) == runner.num_graphs
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_a_backend_that_plans_on_the_host_has_graphs_of_single_draft_steps(
     folders: Path, kind: str
@@ -180,6 +183,7 @@ def test_steps_of_two_widths_never_share_a_graph(support: GraphSupport) -> None:
     assert len({kind_of(key) for key in keys.all if key.tag == DECODE}) == 2
 
 
+@pytest.mark.long_matrix
 def test_a_head_whose_rows_are_all_read_replays_no_graph_that_skips_some(folders: Path) -> None:
     pair = rounds(folders, EAGLE)
     batch = pair._batch([0, 1], [0, 0], [3, 2])
@@ -191,6 +195,7 @@ def test_a_head_whose_rows_are_all_read_replays_no_graph_that_skips_some(folders
     assert not pair.graphs.forward(more).used_graph
 
 
+@pytest.mark.long_matrix
 def test_a_number_of_draft_steps_without_graphs_runs_step_by_step(folders: Path) -> None:
     pair = rounds(folders, EAGLE3)
     assert 2 not in NUM_STEPS
@@ -198,6 +203,7 @@ def test_a_number_of_draft_steps_without_graphs_runs_step_by_step(folders: Path)
     assert found.token_ids.shape == (2, 2)
 
 
+@pytest.mark.long_matrix
 def test_graphs_are_captured_anew_when_memory_comes_back(folders: Path) -> None:
     runner = make_head(
         *(folders / "target", folders / EAGLE3, EAGLE3, 1),

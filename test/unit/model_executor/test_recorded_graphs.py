@@ -144,6 +144,7 @@ def test_graphs_give_what_is_asked_for(path: Path, backend: str, width: int, nam
         assert_same(graphs, path, replace(batch, read_index=ends[seed % 2 :]), capture)
 
 
+@pytest.mark.long_matrix
 def test_where_all_rows_are_asked_for_no_graph_skips_any(path: Path) -> None:
     """So every step of prompts without look-ahead finds a graph, whatever is read."""
     batch = step(eager(path, NO_CAPTURE), [30, 1, 2], 0)
@@ -322,6 +323,7 @@ def test_the_log_says_what_each_kind_of_graphs_took(
     assert f"Captured {sum(kinds.values())} CUDA graphs for up to 5 requests" in text
 
 
+@pytest.mark.long_matrix
 def test_cheaper_graphs_are_preferred_also_once_they_are_captured_anew(path: Path) -> None:
     runner = make(path, "ragged", WIDTH)
     keys = runner.graph_keys

@@ -55,15 +55,12 @@ def test_a_published_layout_equals_the_oracle(
 
 # --- refused by name -----------------------------------------------------------------------------
 
-PARALLEL = {"mask_token_id": 7, "num_hidden_layers": 4}
 BLOCK = {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 8}
 
 
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
-        ({"speculators_model_type": "peagle"}, "P-EAGLE"),
-        ({"architectures": [EAGLE3], **PARALLEL}, "P-EAGLE"),
         ({**BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]}}, "DFlash"),
         ({"speculators_model_type": "dflash", "mask_token_id": 7}, "DFlash"),
         ({"speculators_model_type": "dflash2"}, "DFlash"),
@@ -83,7 +80,8 @@ def test_a_head_that_nothing_here_drives_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "named"), [("mask_hidden", "P-EAGLE"), ("mtp.fc.weight", "NEXTN")]
+    ("tensor", "named"),
+    [("mask_hidden", "name none; write the one"), ("mtp.fc.weight", "NEXTN")],
 )
 def test_a_tensor_that_marks_another_head_is_enough(
     tensor: str, named: str, tmp_path: Path, target: ModelConfig
@@ -91,6 +89,27 @@ def test_a_tensor_that_marks_another_head_is_enough(
     folder = write_eagle3(tmp_path)
     save_file({**load_file(folder / FILE), tensor: torch.ones(1, 64)}, folder / FILE)
     assert named in refusal(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"mask_token_id": 7, "pard_token": 8}, "name [7, 8]; write the one"),
+        ({"ptd_token_id": 4096}, "the mask token is 4096, but vocab_size is"),
+    ],
+)
+def test_a_mask_token_that_cannot_be_fed_is_refused(
+    entries: dict[str, Any], problem: str, tmp_path: Path, target: ModelConfig
+) -> None:
+    assert problem in refusal(write_eagle3(tmp_path, **entries), target)
+
+
+def test_a_head_of_mask_tokens_without_their_hidden_states_is_refused(
+    targets: dict[int, Path], tmp_path: Path
+) -> None:
+    folder = write_eagle3(tmp_path / "head", mask_token_id=7)
+    with pytest.raises(ModelPathError, match="mask_hidden"):
+        make_pair(targets[64], folder, EAGLE3)
 
 
 def refusal(folder: Path, target: ModelConfig, kind: str = EAGLE3) -> str:

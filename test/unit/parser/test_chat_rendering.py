@@ -132,6 +132,7 @@ def test_broken_templates_say_where(source: str) -> None:
         ChatTemplate(source, MAX_CHARS)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("begins", [False, True])

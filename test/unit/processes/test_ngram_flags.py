@@ -13,8 +13,9 @@ import torch
 
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
+from sglang.srt.model_config import resolve_model_path
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
+from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits, PairConfig
 from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.speculative.ngram_worker import num_branches
 from speculation_flags_cases import refusal, resolved
@@ -186,3 +187,32 @@ def test_attention_without_trees_is_refused_with_the_flag_that_helps(
     text = refusal(target, is_early=False, algorithm="NGRAM", ngram_max_bfs_breadth=2)
     assert f"{BREADTH} 1" in text
     assert resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=1).drafter is not None
+
+
+@pytest.mark.parametrize("names", ["EAGLE3,NGRAM", "ngram, eagle3", "STANDALONE,NGRAM"])
+def test_a_drafter_with_a_model_beside_n_grams(names: str) -> None:
+    """All is planned as for that drafter alone; flags of both are taken, and requests may name
+    either."""
+    of_draft = "STANDALONE" in names
+    alone = {
+        "algorithm": "STANDALONE" if of_draft else "EAGLE3",
+        "draft_model_path": "demo-draft" if of_draft else "demo-eagle3",
+        "num_steps": 4,
+        "accept_threshold_acc": 0.5,
+    }
+    demo = Path(resolve_model_path("demo"))
+    both = {**alone, "algorithm": names, "ngram_capacity": 777, "ngram_max_trie_depth": 6}
+    config, other = resolved(demo, **both), resolved(demo, **alone)
+    drafter = config.drafter
+    assert drafter is not None
+    assert drafter.names == ("standalone" if of_draft else "eagle", "ngram")
+    assert drafter.thresholds == AcceptThresholds(1.0, 0.5)
+    options = drafter.options
+    assert isinstance(options, PairConfig)
+    assert other.drafter is not None
+    assert options.drafter.options == other.drafter.options
+    assert options.ngrams.limits == NgramLimits(1, 6)
+    assert options.ngrams.capacity == 777
+    assert config.needs == replace(other.needs, max_masks=0)
+    models = drafter_models(drafter, config.execution)
+    assert models == drafter_models(other.drafter, other.execution)

@@ -80,13 +80,23 @@ def test_the_best_number_counts_what_the_others_cost_and_gain() -> None:
     assert any(len({tier for count, tier in seen if count == each}) > 1 for each in (30, 60, 100))
 
 
+@pytest.mark.parametrize("num_plain", [0, 6])
+def test_drafts_that_were_never_right_are_tried_again(num_plain: int) -> None:
+    policy = LoadAwareDrafts(PolicyParts(options=LengthOptions(MOST), rounds=measured()))
+    upcoming = UpcomingStep(emitting=Counter({DRAFTING: 2, PLAIN: num_plain}))
+    with mock.patch.object(policy._stretches, "lengths", return_value=[1.0] * (1 + MOST)):
+        budgets = [policy.choose(upcoming) for _ in range(2000)]
+    assert {budget.settled for budget in budgets} == {0}
+    assert sum(budget.limit > 1 for budget in budgets) > 5
+
+
 def test_of_n_grams_too() -> None:
     options, prices = LengthOptions(MOST), measured()
     policy = MatchedDrafts(PolicyParts(options=options, rounds=prices))
     sure = EmittingRequest(Kind(match=class_of(9)), 1 + MOST)
     alone = policy._lengths(UpcomingStep(emitting=Counter({sure: 2})))
     beside = policy._lengths(UpcomingStep(emitting=Counter({sure: 2, PLAIN: 6})))
-    assert beside == pytest.approx([1 + (length - 1) / 4 for length in alone])
+    assert beside == pytest.approx([3 + length for length in alone])
 
 
 def test_the_moving_average_is_of_requests_with_all_drafts() -> None:

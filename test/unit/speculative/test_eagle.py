@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import drafter_checks
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Drafted, abort, nothing, params_of, pause, prompts, serve
 from drafter_checks import asking_requests
 from eagle_models import VOCAB, eagle_config_for, write_models, write_target
@@ -32,7 +32,7 @@ from sglang.srt.messages.control import (
 from sglang.srt.models.draft_head import DraftHead
 
 torch.set_num_threads(1)
-KINDS = (EAGLE, EAGLE3)
+KINDS = (EAGLE, EAGLE3, P_EAGLE)
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 

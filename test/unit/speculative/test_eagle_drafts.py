@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compared_drafter import NUM_STEPS, compared, compared_drafters, write_noisy_models
-from draft_heads import EAGLE, EAGLE3, FILE
+from draft_heads import EAGLE, EAGLE3, FILE, P_EAGLE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
@@ -55,6 +55,8 @@ def serve_twice(harness: Drafted) -> None:
         (EAGLE3, 1, 6, 0, True, JUMPING),
         (EAGLE3, 1, 6, 0, True, RESTING),
         (EAGLE, 16, 2048, 3, True, RESTING),
+        (P_EAGLE, 1, 6, 0, True, "fixed"),
+        (P_EAGLE, 16, 2048, 3, True, RESTING),
     ],
 )
 def test_drafts_are_what_the_head_says_of_the_true_sequence(

@@ -12,7 +12,6 @@ import torch
 
 from sglang.srt.lookahead.matched_drafts import class_of
 from sglang.srt.speculative.ngram_confidence import (
-    PRIOR_TRIALS,
     BranchConfidence,
     OrderedNodes,
     Trials,
@@ -159,9 +158,8 @@ def test_a_node_that_the_budget_leaves_out_is_not_there() -> None:
 
 def test_equal_nodes_keep_the_order_of_branches() -> None:
     confidence = confidence_for(6)
-    confidence.trials.tried.fill_(100)
-    confidence.trials.right.fill_(100 + PRIOR_TRIALS)
-    confidence.trials.right -= confidence.trials._prior_right  # all chances are 1
+    for counts in (confidence.trials.tried, confidence.trials.right):
+        counts.fill_(1e12)  # all chances are 1, whatever was believed before
     found = order_of(confidence, [2], [[5, 2, 2]])
     assert found.order.tolist() == [[0, 1, 2, 3, 4, 5]]
     assert found.parents.tolist() == [[0, 1, 2, 3, 4, 5]]

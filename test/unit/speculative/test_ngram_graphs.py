@@ -95,6 +95,7 @@ def test_tokens(
     assert drafts == {NUM_STEPS} if policy == "fixed" else len(drafts) > 1
 
 
+@pytest.mark.long_matrix
 def test_graphs_find_texts_that_ended_after_their_capture(paths: dict[str, Path]) -> None:
     served = serving(paths, ngram_config(NUM_STEPS, longest=12))
     harness, found = served.harness, []
@@ -132,6 +133,7 @@ def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
     assert min(fed.values()) > 10, fed
 
 
+@pytest.mark.long_matrix
 def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
     served = serving(paths, ngram_config(1, tier_policy=JUMPING))
     graphs = {kind.num_drafts: each[1].graph for kind, each in served.graphs._proposals.items()}

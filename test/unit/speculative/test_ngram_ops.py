@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,11 +104,11 @@ def test_slots_of_the_oracle() -> None:
     assert slots.texts(("c",)) == []
 
 
-def memory_of(capacity: int) -> NgramMemory:
+def memory_of(capacity: int, corpus: np.ndarray | None = None) -> NgramMemory:
     pool = ReqToTokenPool(2, 16, "cpu")
     state = RequestRows(pool, 2, 10)
     state.tokens[0, :6] = torch.arange(6)
-    return NgramMemory(state, capacity)
+    return NgramMemory(state, capacity, corpus)
 
 
 def test_a_text_that_is_too_long_leaves_its_end() -> None:
@@ -122,7 +123,7 @@ def test_a_corpus_ends_each_text() -> None:
     assert joined_texts([]).tolist() == []
     joined = joined_texts([[3, 1], [2]])
     assert joined.tolist() == [3, 1, -1, 2, -1]
-    memory = NgramMemory(memory_of(4)._state, 4, joined)
+    memory = memory_of(4, joined)
     memory.append([EndedText(0, 0, 6, ())])
     assert memory.corpus.tolist() == [3, 1, -1, 2, -1], "It is no part of the ring."
     assert len(memory_of(4).corpus) == 0

@@ -7,14 +7,14 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from policy_steps import drafted, drafting_step
-from served_rounds import MAX_DRAFTS, Load, ServedRounds, batch_of, rounds
+from served_rounds import MAX_DRAFTS, Load, ServedRounds, SomeLeftOut, batch_of, rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
+from sglang.srt.lookahead import load_aware_drafts
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.load_aware_drafts import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.lookahead.prompt_mix import (
@@ -109,15 +109,15 @@ def test_a_head_that_rested_is_fed_the_chunks_of_a_prompt_that_is_alone() -> Non
 @pytest.mark.parametrize("is_fed", [False, True])
 def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> None:
     """Others when the head has been fed some of their tokens."""
-    served = ServedRounds(Load(128), (NEVER, SURE), BY_LOAD, can_rest=True)
+    rest = RestRule()
+    with mock.patch.object(load_aware_drafts, "RestRule", return_value=rest):
+        served = ServedRounds(Load(128), (NEVER, SURE), BY_LOAD, can_rest=True)
     served.rate(1, 400)
-    planner = served.planner
-    policy: Any = planner.policy
-    policy._rest = RestRule()
     for _ in range(REST_AFTER):
-        policy._rest.step(False, is_fed=False)
-    assert policy._rest.rests
-    with mock.patch.object(planner.rows._left_out, "lacks_tokens", return_value=not is_fed):
+        rest.step(False, is_fed=False)
+    assert rest.rests
+    planner = served.planner
+    with mock.patch.object(SomeLeftOut, "lacks_tokens", return_value=not is_fed):
         given = [max(planner.plan(batch_of([0])).next_drafts) for _ in range(CONTEXT_STEPS + 1)]
     assert given[-1] > 0
     assert (given[0] > 0) == is_fed
@@ -126,18 +126,15 @@ def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> N
 
 def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:
     """The head reads these too."""
-    served = ServedRounds(Load(64, 2048, 64), NEVER, BY_LOAD, can_rest=True)
-    served.rate(1, 300)
-    policy: Any = served.planner.policy
     asked: list[StepCases] = []
-    feed_ms = policy._feed_ms
+    feed_ms = MeasuredRounds.feed_ms
 
-    def noted(upcoming: StepCases) -> float:
+    def noted(prices: MeasuredRounds, upcoming: StepCases) -> float:
         asked.append(upcoming)
-        return float(feed_ms(upcoming))
+        return feed_ms(prices, upcoming)
 
-    with mock.patch.object(policy, "_feed_ms", noted):
-        served.rate(1, 20)
+    with mock.patch.object(MeasuredRounds, "feed_ms", noted):
+        ServedRounds(Load(64, 2048, 64), NEVER, BY_LOAD, can_rest=True).rate(1, 300)
     assert any(case.prompt_rows > 0 for upcoming in asked for _, case in upcoming.cases)
 
 

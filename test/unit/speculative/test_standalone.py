@@ -106,6 +106,7 @@ def test_requests_that_end_at_the_context(paths: dict[str, Path], page_size: int
     check_requests_that_end_at_the_context(harness, paths["target"])
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (3, True), (4, False)])
 def test_a_draft_model_that_is_the_target_is_always_right(
     paths: dict[str, Path], num_steps: int, overlap: bool

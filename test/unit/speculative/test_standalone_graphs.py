@@ -100,6 +100,7 @@ def test_steps_that_run_piece_by_piece_replay_graphs_of_both_models(
     assert draft.num_graphs > 10
 
 
+@pytest.mark.long_matrix
 def test_graphs_of_the_draft_model_compute_one_row_of_each_request(paths: dict[str, Path]) -> None:
     """Of several that it is fed. Draft steps have graphs for as many drafts, and for one less."""
     served = serving(paths, STANDALONE)
@@ -139,6 +140,7 @@ def test_tile_spec_leaves_drafts_out(paths: dict[str, Path], tmp_path: Path, pol
     assert harness.seen["fed"] > harness.seen["confirmed"] > 5, harness.seen
 
 
+@pytest.mark.long_matrix
 def test_adaptive_steps_change_while_requests_run(paths: dict[str, Path]) -> None:
     """Each round decides, by the last one alone."""
     each_round = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}

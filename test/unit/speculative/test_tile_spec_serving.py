@@ -124,6 +124,7 @@ def test_counts_of_0_and_of_all_drafts_are_in_one_step(
     assert any({1, 2} & {*counts} for counts in fed)
 
 
+@pytest.mark.long_matrix
 def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -150,7 +151,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
         serve(harness, right_tokens(paths["target"]))
         assert harness.seen["cut steps"] == 0
     assert plans[0] == plans[1]
-    assert harness.planner.rows.tile_spec._scores is None
+    assert not any(plan.wants_scores for plan, _ in plans[1])
 
 
 def test_where_rows_are_dear_only_likely_drafts_are_verified(

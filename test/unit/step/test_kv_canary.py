@@ -56,6 +56,7 @@ def prompts_with_common_beginnings(source: random.Random) -> list[list[int]]:
     return [beginning[: source.choice([0, 17, 40])] + tail for tail in tails]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("looks_ahead", ["", "padded", "packed"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("enable_overlap", [False, True])

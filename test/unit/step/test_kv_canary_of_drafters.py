@@ -100,6 +100,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [beginning[: source.choice([0, 17, 40])] + tail for tail in tails]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_it_is_silent_and_tokens_are_those_without_a_drafter(
@@ -195,6 +196,7 @@ def test_a_pool_that_was_not_filled_for_a_chunk_is_found(model_path: Path, kind:
         harness.assert_found(pool=1)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_position_that_is_off_by_one_is_found(model_path: Path, kind: str, off: int) -> None:
@@ -237,6 +239,7 @@ def test_tokens_of_other_positions_than_declared_are_found(model_path: Path, kin
     harness.assert_found(pool=1)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "place", "changed"),
     [

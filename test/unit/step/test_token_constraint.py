@@ -113,6 +113,7 @@ def generate(worker: Worker, setup: Setup, **params: Any) -> tuple[list[list[int
     return outputs, constrained.num_drafts
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("enable_overlap", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_restricts_drafts_as_it_does_single_tokens(

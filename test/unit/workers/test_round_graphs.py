@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import CONTEXT, STANDALONE, eagle_config_for, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
@@ -95,7 +95,7 @@ def test_tokens(
     assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
 
 
-@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE, P_EAGLE])
 def test_requests_that_take_no_drafts(
     paths: dict[str, Path], right: list[list[int]], kind: str
 ) -> None:
@@ -216,6 +216,7 @@ def test_one_that_asks_for_more_takes_the_others_with_it_only_while_it_runs(
     assert [harness.outputs[each].token_ids for each in others] == right
 
 
+@pytest.mark.long_matrix
 def test_graphs_are_captured_anew_with_memory(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
@@ -356,7 +357,7 @@ def test_steps_whose_drafts_all_pay_replay_the_graphs_of_a_fixed_number(
     assert len(found[0][0]) > 10
     tile_spec = served.harness.planner.rows.tile_spec
     assert tile_spec is not None
-    assert tile_spec._scores is not None, "or nothing was looked at"
+    assert tile_spec.gain_period > 0, "or nothing was looked at"
 
 
 def test_who_is_told_of_each_step_gets_no_graphs(paths: dict[str, Path]) -> None:
@@ -402,6 +403,7 @@ def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
     assert len(served.rounds) > 10
 
 
+@pytest.mark.long_matrix
 def test_batches_are_padded_to_a_size_that_takes_less_time(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:

@@ -53,12 +53,13 @@ class CheckWeightsReqInput(msgspec.Struct, kw_only=True):
         action: `snapshot` notes checksums of all weights, `compare` compares the weights with them,
             `reset` (or `reset_tensors`) sets all weights to zero, so that an update must bring
             them.
-        selector: the models whose weights are noted or reset; those that were noted are compared.
-            The target alone by default, since trainers reset what they send.
+        selector: the models whose weights are noted, compared or reset. By default the target alone
+            is noted and reset, since trainers reset what they send, and all that was noted is
+            compared.
     """
 
     action: Literal["snapshot", "compare", "reset", "reset_tensors"]
-    selector: WeightSelector = "target"
+    selector: WeightSelector | None = None
 
     def message(self) -> CheckWeightsReq:
         action = "reset" if self.action == "reset_tensors" else self.action

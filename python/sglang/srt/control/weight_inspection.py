@@ -72,7 +72,9 @@ class WeightInspection:
 
     def _check(self, message: CheckWeightsReq) -> None:
         actions = {"snapshot": self._take_snapshot, "compare": self._compare, "reset": self._reset}
-        names = [name for name in self._weights.names() if _is_of(name, message.selector)]
+        default: WeightSelector = "all" if message.action == "compare" else "target"
+        selector = message.selector or default
+        names = [name for name in self._weights.names() if _is_of(name, selector)]
         if not names:
             self._answer(message.call_id, NO_DRAFT_MODEL)
             return
@@ -85,18 +87,19 @@ class WeightInspection:
         self._snapshot = self._checksums(names)
         self._answer(call_id, "", f"Noted {len(self._snapshot)} weights.")
 
-    def _compare(self, call_id: int, _: Sequence[str]) -> None:
-        if self._snapshot is None or self._are_released:
-            problem = "There is no snapshot; call with action snapshot first."
+    def _compare(self, call_id: int, names: Sequence[str]) -> None:
+        noted = self._snapshot or {}
+        now = {} if self._are_released else self._checksums(filter(noted.__contains__, names))
+        if not now:
+            problem = "There is no snapshot of these weights; call with action snapshot first."
             self._answer(call_id, self._state.unusable or problem)
             return
-        now = self._checksums(self._snapshot)
-        other = [name for name, checksum in self._snapshot.items() if now[name] != checksum]
+        other = [name for name, checksum in now.items() if noted[name] != checksum]
         if not other:
             self._answer(call_id, "", f"All {len(now)} weights are those of the snapshot.")
             return
-        names = ", ".join(other[:MAX_NAMED])
-        problem = f"{len(other)} of {len(now)} weights are not those of the snapshot: {names}"
+        named = ", ".join(other[:MAX_NAMED])
+        problem = f"{len(other)} of {len(now)} weights are not those of the snapshot: {named}"
         self._answer(call_id, problem + (", ..." if len(other) > MAX_NAMED else "."))
 
     def _reset(self, call_id: int, names: Sequence[str]) -> None:

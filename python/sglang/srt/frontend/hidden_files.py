@@ -3,6 +3,8 @@ scheduler writes them."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 import weakref
@@ -13,11 +15,13 @@ from sglang.srt.frontend.errors import ServiceError, field_error
 from sglang.srt.messages.requests import HiddenFileOptions, TokenizedGenerateReqInput
 
 MAX_BYTES = "--max-hidden-states-bytes"
+PREFIX = "sglang-hidden-states-"  # of a server's folder
 
 
 class HiddenFiles:
     """Names files in a folder of its own, which only this user can enter and which ends with the
-    server. Whoever reads a file removes it: until then its bytes count.
+    server, or where that was killed, when the next one starts. Whoever reads a file removes it:
+    until then its bytes count.
 
     Args:
         parent: where the folder is made.
@@ -29,7 +33,7 @@ class HiddenFiles:
     """
 
     def __init__(self, parent: Path, max_bytes: int, layers: Sequence[int], row_bytes: int) -> None:
-        made = tempfile.mkdtemp(prefix="sglang-hidden-states-", dir=parent.resolve())  # mode 0700
+        made, self._lock = make_locked_folder(parent.resolve())
         self.folder = Path(made)
         self._remove_all = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         self._max_bytes = max_bytes
@@ -91,7 +95,9 @@ class HiddenFiles:
 
     def close(self) -> None:
         """Removes the folder with all that is left in it, as the end of the process does."""
-        self._remove_all()
+        if self._remove_all.alive:
+            self._remove_all()
+            os.close(self._lock)
 
     def _path(self, req_id: int) -> Path:
         return self.folder / f"{req_id}.safetensors"
@@ -103,3 +109,37 @@ class HiddenFiles:
     def _forget(self, req_id: int) -> None:
         self._num_bytes.pop(req_id)
         self._are_complete.discard(req_id)
+
+
+def make_locked_folder(parent: Path) -> tuple[str, int]:
+    """Makes a folder with mode 0700, and removes those of this user's servers that were killed:
+    nobody holds their locks.
+
+    Returns:
+        The folder, and an open descriptor of it that holds its lock.
+    """
+    guard = os.open(parent, os.O_RDONLY)  # no folder is seen before it is locked
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        for folder in parent.glob(f"{PREFIX}*"):
+            _remove_if_left(folder)
+        made = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        lock = os.open(made, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return made, lock
+    finally:
+        os.close(guard)
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # another user's
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:  # its server runs
+        return
+    finally:
+        os.close(lock)

@@ -119,15 +119,15 @@ class DraftRows(PlannedRows[StepPlan]):
         if self.tile_spec is not None:
             is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
             plan = self.tile_spec.cut(batch, plan, is_probe)
-        drafting = self._drafting(batch)
+        drafting = self._drafting(compress(batch.rows, batch.emits))
         if not drafting:
             return plan, None
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
         return plan, UpcomingStep.of(batch, self._emitting(batch, lens), is_fed=is_fed)
 
-    def _drafting(self, batch: ScheduleBatch) -> list[int]:
-        """Returns the rows of those requests that take drafts and that the step emits tokens of."""
-        return [row for row in compress(batch.rows, batch.emits) if self._most_drafts[row]]
+    def _drafting(self, rows: Iterable[int]) -> list[int]:
+        """Returns those of requests that take drafts."""
+        return [row for row in rows if self._most_drafts[row]]
 
     def _emitting(
         self, batch: ScheduleBatch, match_lens: Sequence[int] | None
@@ -162,7 +162,7 @@ class DraftRows(PlannedRows[StepPlan]):
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         # A step of chunks alone has no decodes, which are what the head delays.
-        is_idle = max(plan.num_drafts) == max(next_drafts) == 0
+        is_idle, left_out = max(plan.num_drafts) == max(next_drafts) == 0, self._left_out
         rests = is_idle and budget is not None and budget.rests
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
         return replace(
@@ -171,7 +171,7 @@ class DraftRows(PlannedRows[StepPlan]):
             num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
             left_out=self._places_left_out(batch, rests),
-            fed_again=self._fed_again(batch, rests),
+            fed_again=() if left_out is None else left_out.plan(self._drafting(batch.rows), rests),
             wants_paths=plan.wants_paths or of_trees,
         )
 
@@ -183,12 +183,6 @@ class DraftRows(PlannedRows[StepPlan]):
             return list(range(len(batch.rows)))
         mosts = list(map(self._most_drafts.__getitem__, batch.rows))
         return [place for place, most in enumerate(mosts) if most == 0] if 0 in mosts else ()
-
-    def _fed_again(self, batch: ScheduleBatch, rests: bool) -> Sequence[int]:
-        """`StepPlan.fed_again`."""
-        if self._left_out is None:
-            return ()
-        return self._left_out.plan([row for row in batch.rows if self._most_drafts[row]], rests)
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""

@@ -74,16 +74,14 @@ class LoadAwareDrafts:
         if 2 * upcoming.num_new >= upcoming.num_reqs:
             self._stretches.renew()
             self._rest.renew()
-        share = 1.0 - upcoming.num_plain / upcoming.num_reqs
-        lengths = [
-            1.0 + share * (length - 1.0) for length in self._stretches.lengths(self._tiers[-1])
-        ]
+        beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
+        lengths = [beside + length for length in self._stretches.lengths(self._tiers[-1])]
         costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         feed_ms = 0.0
         if self._feed_ms is not None and best == 0:
             feed_ms = self._feed_ms(self._prompts.cases(upcoming, lengths[0]))
-        wanted = self._with_probe(lengths, costs, feed_ms, upcoming.is_fed, share)
+        wanted = self._with_probe(lengths, costs, feed_ms, upcoming.is_fed)
         can_draft = self._rest.step(wanted > 0, upcoming.is_fed) or self._feed_ms is None
         chosen = wanted if can_draft else 0
         if chosen > best:
@@ -113,19 +111,14 @@ class LoadAwareDrafts:
         return best if lengths[best] / costs[best] > least else held
 
     def _with_probe(
-        self,
-        lengths: Sequence[float],
-        costs: Mapping[int, float],
-        feed_ms: float,
-        is_fed: bool,
-        share: float,
+        self, lengths: Sequence[float], costs: Mapping[int, float], feed_ms: float, is_fed: bool
     ) -> int:
-        """The settled tier, or one that is to be probed; `share` of the requests take drafts."""
+        """The settled tier, or one that is to be probed."""
         best, cost = self.settled, costs[self.settled]
         most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
         self._allowance.earn(share * cost, most_ms, most_ms)
-        hopeful = hopeful_tiers(lengths, costs, best, self._least_gain, share)
+        hopeful = hopeful_tiers(lengths, costs, best, self._least_gain)
         if not hopeful:
             return best
         probed = min(hopeful, key=costs.__getitem__)
@@ -187,7 +180,8 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
     that by the share `least_gain`.
 
     Args:
-        lengths: tokens that a request is expected to be given with 0, 1, ... drafts.
+        lengths: tokens that a request is expected to be given with 0, 1, ... drafts, and its share
+            of those of others that take none.
         costs: milliseconds of a round of each tier, tier 0 among them.
     """
     best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))
@@ -196,15 +190,11 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
 
 
 def hopeful_tiers(
-    lengths: Sequence[float],
-    costs: Mapping[int, float],
-    best: int,
-    least_gain: float,
-    share: float = 1.0,
+    lengths: Sequence[float], costs: Mapping[int, float], best: int, least_gain: float
 ) -> list[int]:
     """Tiers above the best one that would beat it if all their further drafts were right; arguments
-    as for `best_tier`. `share`: of the requests, those that take drafts."""
-    chance = lengths[best] - lengths[best - 1] if best else share  # that the best tier's are right
+    as for `best_tier`."""
+    chance = lengths[best] - lengths[best - 1] if best else 1.0  # that the best tier's are right
     least = lengths[best] / costs[best] * (1 + least_gain)
     return [
         tier

@@ -115,15 +115,14 @@ class MatchedDrafts:
         return Budget(1 + self._with_probes(costs, best), settled=best)
 
     def _lengths(self, upcoming: UpcomingStep) -> list[float]:
-        """Tokens that a request is expected to be given with 0, 1, ... drafts, on average; of those
-        that take none, one."""
+        """See `best_tier`; of requests that take drafts the mean."""
         plain = [1.0] * (1 + self._tiers[-1])
         sums = [0.0] * len(plain)
         for request, count in upcoming.emitting.items():
             kind = request.kind
             lengths = plain if kind is None else self._chances[kind.match].lengths()
             sums = [total + count * length for total, length in zip(sums, lengths, strict=True)]
-        return [total / upcoming.num_reqs for total in sums]
+        return [total / (upcoming.num_reqs - upcoming.num_plain) for total in sums]
 
     def _with_probes(self, costs: dict[int, float], best: int) -> int:
         """The best tier, or the next one above it if there is time for that."""

@@ -76,11 +76,11 @@ class PromptMix:
 
     def cases(self, upcoming: UpcomingStep, pace: float) -> StepCases:
         """Returns what may share a step of these requests, if steps give each of them `pace`
-        tokens. Prompts come by chance, each alone, so their number is Poisson's; full steps come as
-        often as they may."""
+        tokens (`lengths` of `best_tier`). Prompts come by chance, each alone, so their number is
+        Poisson's; full steps come as often as they may."""
         num_reqs = upcoming.num_reqs
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
-        growth = num_reqs * pace / tokens
+        growth = (num_reqs - upcoming.num_plain) * pace / tokens
         full = min(self._full.value * growth, 1.0)
         expected = min(self._prompts.value * growth, float(num_reqs))
         if max(full, expected) < LEAST_PROMPTS:

@@ -33,6 +33,8 @@ from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, 
 from sglang.srt.messages.control import TARGET_MODEL, AbortReq
 from sglang.srt.messages.requests import (
     BROKEN_OUTPUT,
+    DECODE_FAILED,
+    STOP_TOO_SLOW,
     BatchStrOutput,
     FinishReason,
     ReqTextOutput,
@@ -395,7 +397,7 @@ class TokenizerManager:
             return
         sample.add(output)
         if reason is not None:
-            self._end(sample, reason.err_type == "DetokenizerError")
+            self._end(sample, still_runs=reason in (DECODE_FAILED, STOP_TOO_SLOW))
 
     def _end_file(self, req_id: int, is_wanted: bool) -> None:
         if self._hidden_files is not None:

@@ -240,7 +240,7 @@ class CheckWeightsReq(CallMessage):
     """Notes, compares or resets weights. See `CheckWeightsReqInput`."""
 
     action: Literal["snapshot", "compare", "reset"]
-    selector: WeightSelector = "target"
+    selector: WeightSelector | None = None
 
     @property
     def reply_timeout_s(self) -> float | None:

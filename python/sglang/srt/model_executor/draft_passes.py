@@ -1,5 +1,5 @@
-"""Several draft steps of a model, each of one row per request, in one pass: a step feeds the token
-that the one before chose and, for a head over a target, its `ModelOutput.hidden`."""
+"""Several drafts of each request in one pass of a drafting model: by draft steps of one row per
+request, each of which feeds what the one before gave, or by one step over mask tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.models.model import Model
 
 
@@ -21,25 +22,27 @@ class Drafts(NamedTuple):
     Attributes:
         token_ids: [R, N] int64; the best token after each step, as an id of the target.
         logprobs: [R, N] float32; their log-probabilities among the model's tokens.
+        fed_ids: [N, R] int64; the tokens that each step fed.
         slots: [N, R] int64; the slots of each step's K and V.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
+    fed_ids: torch.Tensor
     slots: torch.Tensor
 
     def of_first(self, count: int) -> Drafts:
         """Returns the drafts of the first `count` requests."""
-        return Drafts(self.token_ids[:count], self.logprobs[:count], self.slots[:, :count])
+        fed = self.fed_ids[:, :count], self.slots[:, :count]
+        return Drafts(self.token_ids[:count], self.logprobs[:count], *fed)
 
     def batches_fed(self, first: ForwardBatch) -> list[ForwardBatch]:
         """Returns the batch of each step, without hidden states, which only the pass knew; `first`
         as for `DraftPass.run`."""
-        fed = [first.input_ids, *self.token_ids.unbind(1)]
         return [
             replace(
                 first,
-                input_ids=fed[index],
+                input_ids=self.fed_ids[index],
                 positions=first.positions + index,
                 slots=slots,
                 kv_lens=first.kv_lens + index,
@@ -84,7 +87,7 @@ class DraftPass:
                 Each further step is one position after the one before. Rows that write to the dummy
                 slot are padding in all steps.
         """
-        positions, slots, kv_lens = self._places(first)
+        positions, slots, kv_lens = places_after(first, self._num_steps, self._table)
         token_ids, logprobs = [first.input_ids], []
         fed_hidden = first.hidden
         for index in range(self._num_steps):
@@ -103,18 +106,81 @@ class DraftPass:
             best, _, logprob = self._choose(self._model.compute_logits(hidden, self._layers))
             token_ids.append(self._model.to_target_ids(best))
             logprobs.append(logprob)
-        return Drafts(torch.stack(token_ids[1:], dim=1), torch.stack(logprobs, dim=1), slots)
+        fed_ids = torch.stack(token_ids[:-1])
+        return Drafts(torch.stack(token_ids[1:], 1), torch.stack(logprobs, 1), fed_ids, slots)
 
-    def _places(self, first: ForwardBatch) -> torch.Tensor:
-        """[3, N, R] int64: positions, slots and lengths of each step. Each step's numbers begin at
-        a multiple of 16 bytes, which kernels are compiled for."""
-        count, device = len(first.positions), first.positions.device
-        shape = (3, self._num_steps, count + count % 2)
-        places = torch.empty(shape, dtype=torch.int64, device=device)[:, :, :count]
-        positions, slots, kv_lens = places
-        ahead = torch.arange(self._num_steps, device=device)[:, None]
-        torch.add(first.positions, ahead, out=positions)
-        torch.add(first.kv_lens, ahead, out=kv_lens)
-        slots.copy_(self._table[first.rows, positions])
-        slots.mul_(first.slots > 0)
-        return places
+
+class MaskPass:
+    """N drafts of each request by one step of a head that has mask tokens (P-EAGLE, arXiv
+    2602.01469, section 3): it feeds N of them, and the row of each gives the token after it.
+
+    Args:
+        head: one with a `mask_token_id`.
+        table: [rows, width] int32; the page table.
+        forward: runs the head over a batch that is not planned yet, N rows of each request; returns
+            `ModelOutput.hidden` of all its rows.
+        num_rows: N, at least 1.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        layers: LayerRuntime,
+        table: torch.Tensor,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        num_rows: int,
+    ) -> None:
+        assert num_rows >= 1, "A pass without a row."
+        assert head.mask_token_id is not None, "A head without mask tokens."
+        self._head = head
+        self._mask_token_id = head.mask_token_id
+        self._layers = layers
+        self._table = table
+        self._forward = forward
+        self._num_rows = num_rows
+        self._choose = sampling_ops(table.device).argmax_logprob
+
+    def run(self, first: ForwardBatch) -> Drafts:
+        """
+        Args:
+            first: the first row of each request. Its tokens and hidden states are ignored. Rows
+                that write to the dummy slot are padding.
+        """
+        count, more = len(first.positions), self._num_rows - 1
+        positions, slots, _ = places_after(first, self._num_rows, self._table)
+        hidden = self._head.mask_input(self._layers)
+        batch = replace(
+            first,
+            input_ids=torch.full_like(positions, self._mask_token_id).flatten(),
+            positions=positions.T.flatten(),
+            slots=slots.T.flatten(),
+            q_lens=[self._num_rows] * count,
+            kv_lens=first.kv_lens + more,
+            kv_len_upper_bounds=[bound + more for bound in first.kv_len_upper_bounds],
+            hidden=hidden.expand(positions.numel(), -1).contiguous(),
+        )
+        logits = self._head.compute_logits(self._forward(batch), self._layers)
+        best, _, logprobs = self._choose(logits, None)
+        token_ids = self._head.to_target_ids(best).view(count, -1)
+        fed_ids = batch.input_ids.view_as(slots)
+        return Drafts(token_ids, logprobs.view(count, -1), fed_ids, slots)
+
+
+def places_after(first: ForwardBatch, num_rows: int, table: torch.Tensor) -> torch.Tensor:
+    """Gives the places of N rows of each request, one position after the other: [3, N, R] int64,
+    positions, slots and lengths. Each row's numbers begin at a multiple of 16 bytes, which kernels
+    are compiled for.
+
+    Args:
+        first: the first row of each request; where it writes to the dummy slot, so do all.
+    """
+    count, device = len(first.positions), first.positions.device
+    shape = (3, num_rows, count + count % 2)
+    places = torch.empty(shape, dtype=torch.int64, device=device)[:, :, :count]
+    positions, slots, kv_lens = places
+    ahead = torch.arange(num_rows, device=device)[:, None]
+    torch.add(first.positions, ahead, out=positions)
+    torch.add(first.kv_lens, ahead, out=kv_lens)
+    slots.copy_(table[first.rows, positions])
+    slots.mul_(first.slots > 0)
+    return places

@@ -45,11 +45,16 @@ class DraftHead(Model):
 
     Its tokens, the columns of its logits, are those of the target, or fewer: `to_target_ids`.
 
+    Attributes:
+        mask_token_id: of a head that drafts several tokens in one pass, the token of the rows from
+            which it does; None: it drafts one token after the other.
+
     Args:
         first: its first layer.
     """
 
     reads_one_row = True  # the last that the target keeps
+    mask_token_id: int | None = None
 
     def __init__(self, config: ModelConfig, max_positions: int, first: AttentionAndMLP) -> None:
         super().__init__()
@@ -125,6 +130,10 @@ class DraftHead(Model):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what the attention of the first layer reads, [T, its width], and the residual
         [T, hidden_size], of embedded tokens [T, hidden_size] and the hidden input [T, width]."""
+        raise NotImplementedError
+
+    def mask_input(self, runtime: LayerRuntime) -> torch.Tensor:
+        """Returns the hidden input of a mask token, [1, hidden_size]."""
         raise NotImplementedError
 
     def carried(

@@ -53,6 +53,11 @@ class LlamaForCausalLMEagle3(DraftHead):
         self.fc_norm = nn.ModuleList(RMSNorm(head.target_hidden_size, eps) for _ in norms)
         self.norm = RMSNorm(size, eps)
         self._carries_normed = head.carries_normed
+        self.mask_hidden: nn.Parameter | None = None
+        if head.mask is not None:
+            self.mask_token_id = head.mask.token_id
+            shape = (1,) * (head.mask.num_dims - 1) + (self.hidden_width,)
+            self.mask_hidden = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.d2t: torch.Tensor | None  # [draft_vocab_size] int64
         self.register_buffer(DRAFT_TO_TARGET, None)
         if head.draft_vocab_size is not None:
@@ -87,10 +92,19 @@ class LlamaForCausalLMEagle3(DraftHead):
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden.shape[1] == self.hidden_width:
-            hidden = self.fc(self._normed_taps(hidden, runtime), runtime)
+            hidden = self._joined(hidden, runtime)
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
         return layer.fuse(embedded, hidden, runtime)
+
+    def mask_input(self, runtime: LayerRuntime) -> torch.Tensor:
+        assert self.mask_hidden is not None, "A head without mask tokens."
+        return self._joined(self.mask_hidden.view(1, -1), runtime)
+
+    def _joined(self, taps: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """Returns [T, hidden_size] of `taps` [T, hidden_width]."""
+        joined: torch.Tensor = self.fc(self._normed_taps(taps, runtime), runtime)
+        return joined
 
     def _normed_taps(self, taps: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         """Returns `taps` [T, hidden_width] after the norms before `fc`, if there are any."""

@@ -193,6 +193,7 @@ def _info(
     hidden_layers = [*execution.capture.returned, config.model.num_layers]
     pool = memory.num_pages * execution.page_size
     in_pool = pool - config.needs.max_slots
+    drafter = None if config.mtp is not None else config.drafter
     if execution.context_len <= in_pool:
         limit, reason = execution.context_len, CONTEXT_LIMIT
     else:
@@ -207,7 +208,7 @@ def _info(
         eos_token_ids=list(config.model.eos_token_ids),
         mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
         mtp_refusal=None if config.drafter is None or config.mtp is not None else MTP_IS_OFF,
-        drafters=[] if config.drafter is None or config.mtp is not None else [config.drafter.name],
+        drafters=[] if drafter is None else list(drafter.names),
         hidden_layers=hidden_layers,
         hidden_row_bytes=len(hidden_layers) * config.model.hidden_size * DTYPE_BYTES[dtype],
         resolved={

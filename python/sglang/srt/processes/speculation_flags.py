@@ -18,6 +18,7 @@ from sglang.srt.flag_values import as_flag
 from sglang.srt.head_config import load_head_config
 from sglang.srt.head_layouts import EAGLE, EAGLE3
 from sglang.srt.hub_models import MAIN
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.processes.round_flags import (
@@ -36,9 +37,11 @@ from sglang.srt.processes.round_flags import (
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculation_args import SpeculationArgs
 from sglang.srt.speculative.drafter_configs import (
+    NGRAM_NAME,
     EagleConfig,
     NgramConfig,
     NgramLimits,
+    PairConfig,
     StandaloneConfig,
 )
 from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
@@ -49,6 +52,7 @@ logger = logging.getLogger(__name__)
 ALGORITHM, DRAFT_PATH = "speculative_algorithm", "speculative_draft_model_path"
 DRAFT_REVISION = "speculative_draft_model_revision"
 MAX_BREADTH = "speculative_ngram_max_bfs_breadth"
+BREADTHS = (MAX_BREADTH, "speculative_ngram_min_bfs_breadth")
 CORPUS = "speculative_ngram_external_corpus_path"
 NGRAM_NUM_DRAFTS = 11  # SGLang's
 SHORTEST_MATCH = 1
@@ -84,6 +88,7 @@ class Algorithm:
         options: makes the drafter's options, or raises ValueError; the text names the flag.
         draft_model: says what `--speculative-draft-model-path` must name; None: it takes none.
         instead: for flags that it does not take, what to do, or what happens.
+        parts: see `DrafterConfig`.
     """
 
     drafter: str
@@ -91,6 +96,7 @@ class Algorithm:
     options: Callable[[Asked], Any]
     draft_model: str | None = None
     instead: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
 
 def drafter_from_flags(asked: Asked) -> DrafterConfig | None:
@@ -112,7 +118,8 @@ def drafter_from_flags(asked: Asked) -> DrafterConfig | None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
-    return DrafterConfig(algorithm.drafter, options, AcceptThresholds(single, acc))
+    thresholds = AcceptThresholds(single, acc)
+    return DrafterConfig(algorithm.drafter, options, thresholds, algorithm.parts)
 
 
 def adaptive_strategy(args: ServerArgs) -> str | None:
@@ -123,8 +130,16 @@ def adaptive_strategy(args: ServerArgs) -> str | None:
 
 
 def _algorithm(args: ServerArgs) -> Algorithm | None:
-    name = args.speculative_algorithm
-    return None if name is None else ALGORITHMS[SpeculativeAlgorithm.from_string(name)]
+    names = args.speculative_algorithm
+    if names is None:
+        return None
+    chosen = {SpeculativeAlgorithm.from_string(name.strip()) for name in names.split(",")}
+    models = sorted(chosen - {SpeculativeAlgorithm.NGRAM})
+    if len(models) > 1:
+        remedy = "name one of them, or one and NGRAM"
+        raise Refusal(as_flag(ALGORITHM, names), "has two drafters with models", remedy)
+    algorithm = ALGORITHMS[models[0] if models else SpeculativeAlgorithm.NGRAM]
+    return _beside_ngrams(algorithm) if models and len(chosen) > 1 else algorithm
 
 
 def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
@@ -198,18 +213,43 @@ def _ngram(asked: Asked) -> NgramConfig:
         problem = f"is more than {as_flag(MAX_BREADTH, most)}"
         raise Refusal(flag, problem, "lower it, or raise the other")
     count = num_drafts(args, TOKENS, NGRAM_NUM_DRAFTS)
-    rounds = fixed_rounds(asked, count, num_free=count)
     policy = "fixed" if asked.is_fixed else "matched"
+    rounds = fixed_rounds(asked, count, num_free=count)
+    return _ngrams(asked, replace(rounds, tier_policy=policy, trees_of_any_size=most > 1))
+
+
+def _ngrams(asked: Asked, rounds: RoundOptions) -> NgramConfig:
+    args = asked.args
     by_frequency = args.speculative_ngram_match_type == "PROB"
     return NgramConfig(
-        rounds=replace(rounds, tier_policy=policy, trees_of_any_size=most > 1),
+        rounds=rounds,
         limits=NgramLimits(SHORTEST_MATCH, args.speculative_ngram_max_trie_depth, by_frequency),
         capacity=args.speculative_ngram_capacity,
-        breadth=most,
+        breadth=args.speculative_ngram_max_bfs_breadth,
         suppressed_token_ids=asked.suppressed_token_ids,
-        min_breadth=least,
+        min_breadth=args.speculative_ngram_min_bfs_breadth,
         corpus_budget=args.speculative_ngram_external_sam_budget or None,
         corpus=corpus_from_flags(args, asked.model, asked.reads_corpus),
+    )
+
+
+def _beside_ngrams(model: Algorithm) -> Algorithm:
+    """Describes an algorithm with a model of its own and NGRAM on one server."""
+
+    def pair(asked: Asked) -> PairConfig:
+        options = model.options(asked)
+        count = options.rounds.num_steps
+        ngrams = _ngrams(asked, RoundOptions(count, num_free=count))
+        return PairConfig(drafter=DrafterConfig(model.drafter, options), ngrams=ngrams)
+
+    chains = "leave it out: NGRAM beside another drafter, and that one too, drafts chains"
+    return replace(
+        model,
+        drafter="pair",
+        flags=(model.flags | OF_NGRAM) - {TOPK, *BREADTHS},
+        options=pair,
+        instead=dict.fromkeys((TOPK, *BREADTHS), chains),
+        parts=(model.drafter, NGRAM_NAME),
     )
 
 

@@ -10,6 +10,9 @@ from sglang.srt.head_config import DraftHeadConfig
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
+
+NGRAM_NAME = "ngram"  # in `DRAFTERS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class EagleConfig:
         suppressed_token_ids: ids that the target never emits.
 
     Raises:
-        ValueError: if the head has fewer tokens than are to follow each draft of a tree.
+        ValueError: for trees of a head that drafts chains alone, or of one that has fewer tokens
+            than are to follow each draft.
     """
 
     head: DraftHeadConfig
@@ -31,6 +35,11 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         count, tree = self.head.num_tokens, self.rounds.tree
+        if tree is not None and self.head.mask is not None:
+            raise ValueError(
+                f"--speculative-eagle-topk {tree.topk}: a head of P-EAGLE drafts chains alone; use"
+                " --speculative-eagle-topk 1."
+            )
         if tree is not None and tree.topk > count:
             raise ValueError(
                 f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
@@ -102,3 +111,26 @@ class NgramConfig:
     def __post_init__(self) -> None:
         assert not self.rounds.has_draft_steps, "Drafts of n-grams need no draft steps."
         assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairConfig:
+    """Holds what the drafter needs to know.
+
+    Attributes:
+        drafter: has a model of its own and drafts chains.
+        ngrams: of chains; how many drafts there are is the other drafter's.
+    """
+
+    drafter: DrafterConfig
+    ngrams: NgramConfig
+
+    def __post_init__(self) -> None:
+        assert not self.rounds.has_trees, "Chains alone."
+        assert self.ngrams.breadth == 1, "Chains alone."
+
+    @property
+    def rounds(self) -> RoundOptions:
+        """Says how many tokens are drafted."""
+        rounds: RoundOptions = self.drafter.options.rounds
+        return rounds

@@ -38,11 +38,18 @@ class DrafterConfig:
         name: in `DRAFTERS` (registry.py).
         options: what that drafter takes.
         thresholds: which of its drafts are accepted.
+        parts: names of the drafters that it is made of; empty: it is one.
     """
 
     name: str
     options: Any
     thresholds: AcceptThresholds = EXACT
+    parts: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names that a request may choose from."""
+        return self.parts or (self.name,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +69,8 @@ class DrafterNeeds:
         max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
             chains.
         max_masks: look-ahead rows after the drafts of a request, at most, if the drafter packs
-            steps (`StepCounts.packed`); None: it never does.
+            steps (`StepCounts.packed`) or reads how sure it was of drafts (`Confidence`); None: it
+            never does.
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
@@ -76,6 +84,8 @@ class DrafterNeeds:
             on the host that depends on more than these numbers, and the plan of a step has
             `StepPlan.next_drafts`. Empty: no step may be.
         proposes_without_output: `propose` gives drafts also where `extend` gave nothing.
+        feeds_by_drafting: proposing feeds its models the certain token, so that it must propose for
+            every request that verifies drafts, whoever made them.
     """
 
     max_drafts: int
@@ -95,6 +105,7 @@ class DrafterNeeds:
     bypasses_graphs: bool = False
     rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)
     proposes_without_output: bool = False
+    feeds_by_drafting: bool = False
 
     @property
     def max_slots(self) -> int:

@@ -80,12 +80,7 @@ class LeftOutTokens:
 
 
 class _Marks:
-    """What a pool keeps of tokens that were left out.
-
-    Attributes:
-        starts: see `MHATokenToKVPool.kv_starts`.
-        of_slots: [slots] bool; see `MHATokenToKVPool.left_out`.
-    """
+    """The marks of a pool: `MHATokenToKVPool.kv_starts`, and `left_out` as [slots] bool."""
 
     def __init__(self, pool: MHATokenToKVPool) -> None:
         assert pool.kv_starts is not None, "The model is fed every token."

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,24 +49,35 @@ class Trials:
 
 
 class MatchConfidence:
-    """Chances of chains, by class of match and place in the chain.
+    """Chances of chains, by class and place in the chain. Classes are of matches, unless chains
+    have other scores.
 
     Attributes:
-        trials: [NUM_CLASSES, D]
+        trials: [C, D]
 
     Args:
         num_rows: rows of the token table, padding included.
         max_drafts: D.
         padding_row: teaches nothing.
+        bounds: ascending; the greatest score of each class but the last one.
+        priors: chances of the C classes before anything is known; None: PRIOR_CONFIDENCE each.
     """
 
     def __init__(
-        self, num_rows: int, max_drafts: int, padding_row: int, device: torch.device
+        self,
+        num_rows: int,
+        max_drafts: int,
+        padding_row: int,
+        device: torch.device,
+        bounds: Sequence[float] = LONGEST_OF_CLASS,
+        priors: Sequence[float] | None = None,
     ) -> None:
-        shape = NUM_CLASSES, max_drafts
-        self.trials = Trials(torch.full(shape, PRIOR_CONFIDENCE, device=device))
+        values = priors or [PRIOR_CONFIDENCE] * (1 + len(bounds))
+        assert len(values) == 1 + len(bounds), "One of each class."
+        prior = to_device(values, device, torch.float32)[:, None]
+        self.trials = Trials(prior.repeat(1, max_drafts))
         self._classes = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._bounds = to_device(LONGEST_OF_CLASS, device, torch.int64)
+        self._bounds = to_device(bounds, device, torch.tensor(bounds).dtype)
         self._places = torch.arange(max_drafts, device=device)
         self._padding_row = padding_row
 
@@ -83,10 +95,10 @@ class MatchConfidence:
         cells = self._classes[rows][:, None] * len(places) + places
         self.trials.add(cells, tried, tried & (places < num_right))
 
-    def proposed(self, rows: torch.Tensor, match_lens: torch.Tensor) -> torch.Tensor:
-        """[R, D] float32; of drafts that follow matches of these lengths, for
-        `StepOps.write_drafts`; rows, match_lens [R] int64."""
-        classes = torch.bucketize(match_lens, self._bounds)
+    def proposed(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[R, D] float32; of drafts with these scores, such as the lengths of the matches that they
+        follow, for `StepOps.write_drafts`; rows [R] int64, scores [R]."""
+        classes = torch.bucketize(scores, self._bounds)
         self._classes[rows] = classes
         return self.trials.chances()[classes]
 

@@ -132,9 +132,9 @@ class NgramDrafter(Drafter):
             if self._match_lens is not None:
                 self._note(rows, self._ops.find(rows, 1).match_lens)
         elif self._trees is None:
-            self._propose_chains(rows, num_drafts, _counts(step, num_drafts))
+            self._propose_chains(rows, num_drafts, planned_counts(step, num_drafts))
         else:
-            self._propose_trees(rows, num_drafts, _counts(step, num_drafts), self._trees)
+            self._propose_trees(rows, num_drafts, planned_counts(step, num_drafts), self._trees)
 
     def _learn(
         self, rows: torch.Tensor, num_drafts: torch.Tensor, accepted: AcceptedTokens
@@ -151,18 +151,11 @@ class NgramDrafter(Drafter):
         """For those of rows [R] whose counts [R] are not 0."""
         found, confidence = self._ops.find(rows, num_drafts), None
         self._note(rows, found.match_lens)
-        counts = self._within_budget(counts, found)
+        counts = within_budget(counts, found, self._options.corpus_budget)
         if self._chains is not None:
             confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
         drafts = EagleVerifyInput(found.tokens, confidence, per_request_draft_token_num=counts)
         drafts.write(self._step_ops, self._state, rows)
-
-    def _within_budget(self, counts: torch.Tensor, found: Continuation) -> torch.Tensor:
-        """[R]; of counts [R] drafts of chains as many as the corpus may give."""
-        budget = self._options.corpus_budget
-        if budget is None:
-            return counts
-        return torch.where(found.in_corpus > 0, counts.clamp(max=budget), counts)
 
     def _propose_trees(
         self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor, trees: BranchConfidence
@@ -196,13 +189,20 @@ class NgramDrafter(Drafter):
 NGRAMWorker = NgramDrafter
 
 
-def _counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:
+def planned_counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:
     """[R] int64; drafts that each request is given: `StepPlan.next_drafts`, on the device. Where
     all get as many, nothing is copied there."""
     planned = step.plan.next_drafts
     if all(count == num_drafts for count in planned):
         return torch.full_like(step.rows, num_drafts)
     return to_device(list(planned), step.rows.device, torch.int64)
+
+
+def within_budget(counts: torch.Tensor, found: Continuation, budget: int | None) -> torch.Tensor:
+    """[R]; of counts [R] drafts of chains as many as the corpus may give; None: all."""
+    if budget is None:
+        return counts
+    return torch.where(found.in_corpus > 0, counts.clamp(max=budget), counts)
 
 
 def _free_drafts(max_drafts: int) -> DraftPrices:

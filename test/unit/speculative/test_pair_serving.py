@@ -1,0 +1,245 @@
+"""A drafter with a model and n-grams on one server: tokens are those without drafts, requests that
+name a drafter get its drafts, and the others the better ones."""
+
+from __future__ import annotations
+
+import code
+import copy
+import reprlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_heads import EAGLE, EAGLE3
+from drafted_serving import Drafted, abort, nothing, pause, serve
+from drafter_checks import drafter_harness
+from eagle_models import STANDALONE, eagle_config_for, write_models
+from eagle_serving import right_tokens, setup_for
+from jumping_tier import JUMPING, jumping_tiers
+from ngram_serving import Served, ngram_config
+from oracle import code_snippets
+from recorded_graphs import recorded_graphs, replayable_backends
+from request_choices import OFF, choose_in_turn
+from round_serving import Served as ServedGraphs
+from round_serving import right_tokens as right_of_graphs
+from round_serving import runners, setup_of, zero
+from sglang.srt.environ import Environ
+from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.processes.round_flags import Asked
+from sglang.srt.processes.speculation_flags import drafter_from_flags
+from sglang.srt.sampling.sampling_params import Speculative
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.drafter_configs import PairConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.step.worker import NewRow
+from sglang.srt.tokenizer import load_tokenizer
+from tile_spec_rounds import DEAR_ROWS, RandomBudgets
+from utils import Setup
+
+torch.set_num_threads(1)
+NUM_STEPS = 3
+NGRAMS = Speculative(drafter="ngram")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(autouse=True)
+def policies() -> Iterator[None]:
+    with jumping_tiers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def right_of_rounds(paths: dict[str, Path]) -> list[list[int]]:
+    with recorded_graphs(), replayable_backends():
+        return right_of_graphs(paths)
+
+
+def pair_of(
+    paths: dict[str, Path], kind: str, corpus: list[list[int]] | None = None, **options: Any
+) -> DrafterConfig:
+    model = eagle_config_for(paths["target"], paths[kind], kind, NUM_STEPS, **options)
+    budget = None if corpus is None else 2
+    ngrams = ngram_config(NUM_STEPS, corpus=corpus, corpus_budget=budget).options
+    return DrafterConfig("pair", PairConfig(drafter=model, ngrams=ngrams))
+
+
+class WishChecks:
+    """Looks whose drafts each request is given; for `on_step` of a worker."""
+
+    def __init__(self, harness: Any) -> None:
+        self.seen = Counter[str]()
+        self._drafter, self._names = harness.drafter, dict[int, str | None]()
+        self._admit = harness.planner.admit
+        vars(harness.planner)["admit"] = self._admitted
+
+    def _admitted(self, new_rows: list[NewRow]) -> None:
+        self._names.update((new.row, new.params.speculative.drafter) for new in new_rows)
+        self._admit(new_rows)
+
+    def __call__(self, step: ComputedStep) -> None:
+        drafter, state = self._drafter, step.state
+        for row, planned in zip(step.batch.rows, step.plan.next_drafts, strict=True):
+            if not planned:
+                continue
+            first, name = int(state.committed[row]) + 1, self._names[row]
+            pending = state.tokens[row, first : first + planned].tolist()
+            given = pending[: int(state.pending_lens[row]) - 1]
+            chains = (drafter._of_model, drafter._of_match)
+            model, match = (each.tokens[row, : len(given)].tolist() for each in chains)
+            if name == "ngram":
+                assert given == match
+            elif name is not None:
+                assert given == model
+            else:
+                assert given in (model, match)
+            if model != match:
+                self.seen[f"{name}: {'match' if given == match else 'model'}"] += 1
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a head": (EAGLE, {}, {"chunked_prefill_size": 6}),
+    "numbers of drafts that change": (
+        EAGLE3,
+        {"tier_policy": JUMPING},
+        {"page_size": 16, "retract_interval": 3},
+    ),
+    "a draft model": (STANDALONE, {}, {"disturb": pause}),
+    "no overlap": (EAGLE, {"tier_policy": JUMPING}, {"enable_overlap": False, "disturb": abort}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_request_gets_the_drafts_that_it_named_and_the_right_tokens(
+    paths: dict[str, Path], name: str
+) -> None:
+    """Greedy and seeded requests of all choices share batches; the ledger and the KV canary are
+    silent in each step, and what is kept of texts is what clients were told."""
+    kind, options, changes = CASES[name]
+    changes, right = dict(changes), right_tokens(paths["target"])
+    disturb = changes.pop("disturb", nothing)
+    corpus = right[::2] if kind == EAGLE3 else None
+    harness = Served(
+        paths["target"], pair_of(paths, kind, corpus, **options), setup_for(NUM_STEPS, **changes)
+    )
+    if options:
+        harness.planner.policy.may_lack = True
+    checks = WishChecks(harness)
+    harness.listeners.append(checks)
+    model = "standalone" if kind == STANDALONE else "eagle"
+    choices = (Speculative(), NGRAMS, Speculative(drafter=model), OFF, Speculative(max_drafts=1))
+    choose_in_turn(harness, choices)
+    serve(harness, right, disturb)
+    seen = checks.seen
+    assert seen["ngram: match"] > 5, seen
+    assert seen[f"{model}: model"] > 5, seen
+    assert seen["None: model"] + seen["None: match"] > 5, seen
+    assert harness.seen["confirmed"] > 20, harness.seen
+    assert harness.seen["fed"] - harness.seen["confirmed"] > 20, harness.seen
+    vars(harness).pop("submit")
+    harness.flush()
+    assert harness.texts_kept() == harness.texts_told()
+
+
+def test_steps_that_are_cut(paths: dict[str, Path], tmp_path: Path) -> None:
+    """TileSpec leaves out the drafts that are unlikely, by whoever made them."""
+    budgets = RandomBudgets(0)
+    with budgets.chosen():
+        drafter = pair_of(paths, EAGLE3, tile_spec_cache=tmp_path)
+        harness = Served(paths["target"], drafter, setup_for(NUM_STEPS), DEAR_ROWS)
+        choose_in_turn(harness, (Speculative(), NGRAMS))
+        serve(harness, right_tokens(paths["target"]))
+    assert harness.seen["confirmed"] > 20, harness.seen
+
+
+def test_where_all_name_n_grams_a_head_drafts_nothing(
+    paths: dict[str, Path],
+) -> None:
+    harness = Served(paths["target"], pair_of(paths, EAGLE3), setup_for(NUM_STEPS))
+    model = harness.drafter._model
+    calls = list[int]()
+    draft = model.draft
+    vars(model)["draft"] = lambda *given: calls.append(1) or draft(*given)
+    choose_in_turn(harness, (NGRAMS,))
+    serve(harness, right_tokens(paths["target"]))
+    assert not calls
+    assert harness.seen["confirmed"] > 20, harness.seen
+
+
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
+def test_rounds_are_graphs(
+    paths: dict[str, Path], right_of_rounds: list[list[int]], kind: str
+) -> None:
+    """Of those who name n-grams too; they get what n-grams draft."""
+    with recorded_graphs(), replayable_backends():
+        drafter, setup = pair_of(paths, kind, tier_policy=JUMPING), setup_of()
+        group = runners(paths, drafter, setup)
+        served = ServedGraphs(Drafted(group, drafter, setup), group)
+        zero(group)
+        served.watch()
+        choose_in_turn(served.harness, (Speculative(), NGRAMS))
+        serve(served.harness, right_of_rounds)
+    assert len(served.rounds) > 20
+    assert len(served.proposals) > 20
+    assert served.seen["right"] > 20
+    assert served.seen["wrong"] > 20
+    judged = served.harness.drafter._of_match._confidence.trials
+    assert 0 < float(judged.right.sum()) < float(judged.tried.sum()), "Graphs learn."
+
+
+def demo_drafter(algorithm: str) -> DrafterConfig:
+    flags: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_load_aware": "off"}
+    if algorithm == "NGRAM":
+        flags["speculative_num_draft_tokens"] = 1 + NUM_STEPS
+    else:
+        flags["speculative_draft_model_path"] = "demo-eagle3"
+    args = ServerArgs(model_path="demo", **flags)
+    asked = Asked(
+        args=args,
+        model=load_model_config("demo"),
+        suppressed_token_ids=(),
+        environ=Environ(),
+    )
+    drafter = drafter_from_flags(asked)
+    assert drafter is not None
+    return drafter
+
+
+def accept_lengths(algorithm: str, prompts: list[list[int]]) -> list[float]:
+    """Tokens per step of the demo model, of all prompts, and then of the same once more: what
+    n-grams have seen before, word for word."""
+    setup = Setup(num_pages=2000, max_running_requests=16, context_len=256)
+    drafter = demo_drafter(algorithm)
+    harness, _ = drafter_harness(resolve_model_path("demo"), setup, drafter, checks_kv=False)
+    lengths = []
+    for _ in range(2):
+        params = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+        ids = [harness.submit(prompt, **params) for prompt in prompts]
+        harness.run()
+        histograms = [harness.outputs[each].accept_histogram for each in ids]
+        num_steps = sum(map(sum, histograms))
+        tokens = sum((1 + right) * count for each in histograms for right, count in enumerate(each))
+        lengths.append(tokens / num_steps)
+    return lengths
+
+
+def test_requests_get_the_better_drafts() -> None:
+    """New code, where the head is better, and code that was said before, where n-grams are."""
+    encode = load_tokenizer(resolve_model_path("demo")).encode
+    texts = code_snippets([copy, reprlib, code], 12, [400])
+    prompts = [encode(text)[:64] for text in texts]
+    algorithms = ("EAGLE3", "NGRAM", "EAGLE3,NGRAM")
+    head, ngrams, pair = (accept_lengths(each, prompts) for each in algorithms)
+    assert head[0] > ngrams[0] + 0.2
+    assert ngrams[1] > head[1] + 0.2
+    for of_head, of_ngrams, of_pair in zip(head, ngrams, pair, strict=True):
+        assert of_pair > 0.95 * max(of_head, of_ngrams)
+    assert pair[0] > head[0] + 0.1
