@@ -116,7 +116,7 @@ class MeasuredRounds:
         num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
         for chance, prompt_rows in prompts:
             cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+            whole_ms = cost.at(kv_tokens)
             if prompt_rows:
                 whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
             total_ms += chance * whole_ms
@@ -125,15 +125,15 @@ class MeasuredRounds:
     def case_ms(self, case: StepCase, num_drafts: int) -> float:
         """As `round_ms`, of a round of which all is known."""
         prompts = ((1.0, case.prompt_rows),)
-        certain = StepCases(case.num_reqs, case.kv_tokens, prompts, case.num_plain)
-        return self.round_ms(certain, num_drafts)
+        known = StepCases(case.num_reqs, case.kv_tokens, prompts, case.num_plain)
+        return self.round_ms(known, num_drafts)
 
     def feed_ms(self, upcoming: StepCases) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
         num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._known_feed(num_fed, case.prompt_rows).at(case.kv_tokens)
-            for chance, case in upcoming.cases
+            chance * self._known_feed(num_fed, prompt_rows).at(upcoming.kv_tokens)
+            for chance, prompt_rows in upcoming.prompts
         )
 
     def _feed(self, num_reqs: int, prompt_rows: int) -> RoundCost:

@@ -33,7 +33,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, FindGraph, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,13 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             measured_s=prices.measured_s,
         )
 
-    def table(self, find: FindGraph) -> PriceTable:
-        """The prices, with their graphs found by `find`."""
+    def table_of(self, runner: ModelRunner) -> PriceTable:
+        """The prices of exactly the graphs that a runner has."""
+        keys = priced_graphs(runner, runner.config.max_decode_rows)
+        if Counter(keys) != Counter(key for key, _ in self.graphs_ms):
+            raise ProfileError("measured with another set of graphs")
         return PriceTable(
-            find=find,
+            find=graph_finder(runner),
             graphs_ms=dict(self.graphs_ms),
             eager=_curve(self.eager),
             head=_curve(self.head),
@@ -111,13 +114,6 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             spread=self.spread,
             measured_s=self.measured_s,
         )
-
-    def table_of(self, runner: ModelRunner) -> PriceTable:
-        """The prices of exactly the graphs that a runner has."""
-        keys = priced_graphs(runner, runner.config.max_decode_rows)
-        if Counter(keys) != Counter(key for key, _ in self.graphs_ms):
-            raise ProfileError("measured with another set of graphs")
-        return self.table(graph_finder(runner))
 
 
 class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
@@ -132,16 +128,12 @@ class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
         passes = [(shape, _pairs(curve)) for shape, curve in prices.passes.items()]
         return cls(KeptTable.of(prices.extend), passes, prices.measured_s)
 
-    def draft_prices(self, extend: PriceTable) -> DraftPrices:
-        """The prices, with those of the head's steps as `extend` has them."""
-        passes = {shape: _curve(pairs) for shape, pairs in self.passes}
-        return DraftPrices(extend, passes, self.measured_s)
-
     def prices_of(self, runner: ModelRunner) -> DraftPrices:
         """The prices of exactly the draft steps that a runner has."""
         if Counter(shape for shape, _ in self.passes) != Counter([*runner.config.draft_steps]):
             raise ProfileError("its prices are damaged")
-        return self.draft_prices(self.extend.table_of(runner))
+        passes = {shape: _curve(pairs) for shape, pairs in self.passes}
+        return DraftPrices(self.extend.table_of(runner), passes, self.measured_s)
 
 
 class Kept(msgspec.Struct, Generic[T]):
@@ -242,17 +234,11 @@ class TileSpecProfiler:
             )
 
 
-def cheapest_graphs(prices: PriceTable) -> dict[int, float]:
-    """Milliseconds of the cheapest graph of each number of rows, ascending."""
-    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
-    by_rows = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
-    return dict(sorted(by_rows.items()))
-
-
 def latency_of(prices: PriceTable) -> PiecewiseLinearLatency:
     """Returns the latency by number of rows: that of the cheapest graph, or of larger steps."""
-    eager = dict(_pairs(prices.eager))
-    by_rows = sorted((eager | cheapest_graphs(prices)).items())
+    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
+    graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
+    by_rows = sorted((dict(_pairs(prices.eager)) | graphs).items())
     return PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True))
 
 
