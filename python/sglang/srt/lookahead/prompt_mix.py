@@ -50,7 +50,7 @@ class PromptMix:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
+        self._most_rows = _rounded(max_rows)
         self._full, self._full_rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)
         self._prompts, self._rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)  # of other steps
         self._tokens = Mean(MEMORY_STEPS)  # of a step
@@ -87,10 +87,9 @@ class PromptMix:
             return StepCases(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         prompts = dict[int, float]()  # the chance of a number of rows
-        most, each, others = _rounded(self._max_rows), self._rows.value, 1.0 - full
+        most, each, others = self._most_rows, self._rows.value, 1.0 - full
         for chance, number in numbers:
-            rows = max(1, round(number * each / ROW_GRAIN)) * ROW_GRAIN if number * each else 0
-            rows = rows if rows < most else most
+            rows = min(_rounded(number * each), most)
             prompts[rows] = prompts.get(rows, 0.0) + others * chance
         if full:
             rows = min(_rounded(self._full_rows.value), most)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -109,6 +109,10 @@ class BatchRequest(NamedTuple):
     kv_len_before: int = 0
 
 
+# The numbers of several requests, in the order of `BatchRequest`.
+Columns = tuple[list[int], list[int], list[int], list[bool], list[int]]
+
+
 @dataclass(frozen=True)
 class ScheduleBatch:
     """One step of R requests, as the scheduler asks for it. Never changed after it is built.
@@ -141,24 +145,29 @@ class ScheduleBatch:
     ended_texts: list[EndedText] = field(default_factory=list)
 
     @cached_property
+    def _columns(self) -> Columns:
+        columns = [list(column) for column in zip(*self.requests, strict=True)]
+        return cast(Columns, columns or [[] for _ in BatchRequest._fields])
+
+    @property
     def rows(self) -> list[int]:
-        return [request.row for request in self.requests]
+        return self._columns[0]
 
-    @cached_property
+    @property
     def max_q_lens(self) -> list[int]:
-        return [request.max_q_len for request in self.requests]
+        return self._columns[1]
 
-    @cached_property
+    @property
     def num_prompt_tokens(self) -> list[int]:
-        return [request.num_prompt_tokens for request in self.requests]
+        return self._columns[2]
 
-    @cached_property
+    @property
     def emits(self) -> list[bool]:
-        return [request.emits for request in self.requests]
+        return self._columns[3]
 
-    @cached_property
+    @property
     def kv_lens_before(self) -> list[int]:
-        return [request.kv_len_before for request in self.requests]
+        return self._columns[4]
 
     @property
     def scores_emitted(self) -> bool:
