@@ -90,7 +90,7 @@ def jumping_tiers() -> Iterator[None]:
     """While this lasts `JUMPING`, `CHANGING` and `RESTING` are tier policies."""
     kinds = {JUMPING: JumpingTier, CHANGING: ChangingTier, RESTING: RestingTier}
     places = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in kinds.items()}
-    with mock.patch.dict(LENGTH_POLICIES._entries, places):
+    with mock.patch.dict(LENGTH_POLICIES.entries, places):
         yield
 
 

@@ -146,7 +146,7 @@ def test_drafts_are_masked_as_single_tokens_are(
     setup = Setup(**{**vars_of(SETUP_OF_STEPS), "enable_overlap": enable_overlap})
     runner = make_runner(DEMO, setup, setup.context_len, MTP_MAX_ROWS)
     ahead = {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True}
-    monkeypatch.setitem(DRAFTERS._entries, "toy", PLACE)
+    monkeypatch.setitem(DRAFTERS.entries, "toy", PLACE)
     drafter = DrafterConfig("toy", NgramOptions(max_drafts=7, max_depth=3))
     runners, tree_setup = make_drafter_runners(DEMO, setup, drafter)
     ways = (

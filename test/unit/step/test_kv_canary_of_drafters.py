@@ -51,7 +51,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(DRAFTERS._entries, "own model", own_model_drafter.PLACE)
+    monkeypatch.setitem(DRAFTERS.entries, "own model", own_model_drafter.PLACE)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
