@@ -51,7 +51,7 @@ from sglang.srt.lookahead.ema_policy import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
@@ -139,7 +139,7 @@ def policies_over(
     num_rows = runners.memory.table.num_rows
     width, steps = 1 + options.num_steps, tuple(options.draft_steps)
     drafts = measure_draft_prices(head, num_rows, width, steps)
-    rounds = MeasuredRounds(prices, drafts, max_requests=num_rows)
+    rounds = MeasuredRoundPrices(prices, drafts, max_requests=num_rows)
     parts = PolicyParts(
         options=options.tier_options,
         num_rows=num_rows,

@@ -16,7 +16,7 @@ from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts, class_of
 from sglang.srt.lookahead.round_options import LengthOptions
-from sglang.srt.lookahead.round_prices import StepCases
+from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
@@ -54,7 +54,7 @@ class Prices:
     per_round: float = 0.02
     spread: float = 0.002
 
-    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         rows = num_drafts * upcoming.num_reqs
         return PLAIN_MS * (1 + (self.per_round + self.per_row * rows if num_drafts else 0.0))
 
@@ -76,7 +76,7 @@ class Decoding:
 
     def run(self, num_steps: int, repeats: bool) -> float:
         """Speed of so many steps of text that repeats itself, or does not."""
-        ms, num_tokens, upcoming = 0.0, 0, StepCases(self.num_reqs)
+        ms, num_tokens, upcoming = 0.0, 0, StepCase(self.num_reqs)
         for _ in range(num_steps):
             kinds = Counter(EmittingRequest(kind_of(each), 1 + MAX_DRAFTS) for each in self.lens[0])
             next_tier = self.policy.choose(UpcomingStep(kinds)).limit - 1

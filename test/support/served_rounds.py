@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.draft_rows import LeftOutRows
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative import rounds as speculative_rounds
 from sglang.srt.speculative.drafter import DrafterParts
@@ -44,13 +44,13 @@ def curve(points: dict[int, float]) -> Curve:
     return Curve(tuple(points), tuple(points.values()))
 
 
-def rounds(can_rest: bool = False) -> MeasuredRounds:
+def rounds(can_rest: bool = False) -> MeasuredRoundPrices:
     """Prices of rounds; KV costs nothing."""
     target = PriceTable(no_graphs, {}, curve(STEP_MS), curve(READ_MS), spread=0.004)
     first = Curve((1, 4096), (FIRST_DRAFT_MS,) * 2)
     passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
     extend = PriceTable(no_graphs, {}, curve(EXTEND_MS), first)
-    return MeasuredRounds(target, DraftPrices(extend, passes), can_rest=can_rest)
+    return MeasuredRoundPrices(target, DraftPrices(extend, passes), can_rest=can_rest)
 
 
 @dataclass(frozen=True)

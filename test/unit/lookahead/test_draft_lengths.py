@@ -45,7 +45,7 @@ from sglang.srt.lookahead.prompt_mix import (
     case_of,
 )
 from sglang.srt.lookahead.round_options import LengthOptions
-from sglang.srt.lookahead.round_prices import StepCase, StepCases
+from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from simulated_rounds import H200_MS, Decoding, ListedRounds
@@ -105,7 +105,7 @@ def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
             costs = [cost_ms(num_drafting, num_plain, tier) for tier in range(1 + MOST)]
             case = StepCase(num_drafting + num_plain, num_plain=num_plain)
             for num_drafts, expected in enumerate(costs):
-                assert measured().case_ms(case, num_drafts) == pytest.approx(expected)
+                assert measured().round_ms(case, num_drafts) == pytest.approx(expected)
             rates = {
                 tier: (num_drafting * LENGTHS[tier] + num_plain) / costs[tier]
                 for tier in LoadAwareDrafts.tiers(LengthOptions(MOST))
@@ -399,7 +399,7 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
     """As many per token, whatever number of requests a round has and however many it gives each:
     counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
     mix = PromptMix(8192)
-    assert mix.cases(drafting_step(4, 1, 100), 1.0) == StepCases(4, 100)
+    assert mix.cases(drafting_step(4, 1, 100), 1.0) == StepCase(4, 100)
     for number in range(400):
         hear(mix, 32, *((1, 100) if number % 2 == 0 else (0, 0)))
     for num_reqs, pace in ((16, 1.0), (16, 2.0), (16, 4.0), (64, 1.0), (64, 3.0), (512, 8.0)):
@@ -415,7 +415,7 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
     assert rows == round(100 / ROW_GRAIN) * ROW_GRAIN
     for _ in range(8 * MEMORY_STEPS):
         hear(mix, 32)
-    assert mix.cases(drafting_step(4, 1, 100), 2.0) == StepCases(4, 100), "it is forgotten"
+    assert mix.cases(drafting_step(4, 1, 100), 2.0) == StepCase(4, 100), "it is forgotten"
 
 
 def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
@@ -438,4 +438,4 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
 
 def test_a_step_knows_its_prompts() -> None:
     assert case_of(batch_of([0, 0, 0])) == StepCase(3)
-    assert case_of(batch_of([100, 0, 20, 0])) == StepCase(2, 0, 128)
+    assert case_of(batch_of([100, 0, 20, 0])) == StepCase(2).beside(128)

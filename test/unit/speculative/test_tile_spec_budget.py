@@ -16,11 +16,11 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.cut import LatencyTable
 from sglang.srt.lookahead.draft_rows import plan_of_drafts
-from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCase, StepCases
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,
-    CutRounds,
-    RoundTables,
+    CutRoundPrices,
+    LatencyTables,
     TileSpec,
     resampled,
 )
@@ -35,7 +35,7 @@ FREE = Curve((1, 1 << 20), (0.0, 0.0))
 DEPTH = 3
 
 
-def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRounds:
+def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRoundPrices:
     """A graph's price is its rows, but for those of 192 rows, which cost as 96; eager steps are
     dearer. The head costs a tenth."""
     keys = GraphKeys(support, max_requests, 1 + DEPTH, 0)
@@ -45,11 +45,11 @@ def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRounds
         eager = Curve((1, 1024), (scale * 1000, scale * 2023))
         return PriceTable(keys.find_shape, costs, eager, FREE, 1e-6, 1e-7)
 
-    return MeasuredRounds(table(1.0), DraftPrices(table(0.1), {1: FREE, 2: FREE}))
+    return MeasuredRoundPrices(table(1.0), DraftPrices(table(0.1), {1: FREE, 2: FREE}))
 
 
 def test_buckets_are_the_graphs_that_a_step_may_replay() -> None:
-    tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
+    tables = LatencyTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
     found = tables.table(StepCase(64), DEPTH)
     assert found.rows == (96, 128, 160, 192, 224, 256)
     assert found.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
@@ -59,7 +59,7 @@ def test_buckets_are_the_graphs_that_a_step_may_replay() -> None:
 
 
 def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
-    tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
+    tables = LatencyTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
     without, with_kv = (tables.table(StepCase(64, kv), DEPTH) for kv in (0, 64_000))
     more = np.subtract(with_kv.costs_ms, without.costs_ms)
     # The target and the head over so many rows, then two draft steps over one row of each request.
@@ -70,7 +70,7 @@ def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
 
 def test_where_packed_steps_replay_no_graph_they_are_priced_without() -> None:
     """Uniform graphs serve steps of all drafts alone."""
-    tables = RoundTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
+    tables = LatencyTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
     found = tables.table(StepCase(64), DEPTH)
     assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
     assert min(found.costs_ms[:-1]) > 1000
@@ -93,8 +93,8 @@ def test_resampled_scores_are_distributed_as_those_read() -> None:
 class Cutting:
     """Has `TileSpec` cut steps of requests of these confidences, and hear of them."""
 
-    def __init__(self, rounds: MeasuredRounds, confidence: float = 0.5) -> None:
-        self.tile_spec = TileSpec(RoundTables(rounds, packs_in_graphs=True))
+    def __init__(self, rounds: MeasuredRoundPrices, confidence: float = 0.5) -> None:
+        self.tile_spec = TileSpec(LatencyTables(rounds, packs_in_graphs=True))
         self.confidence = torch.full((64, DEPTH), confidence)
 
     def cut(self, num_drafts: Sequence[int], num_prompts: int = 0) -> StepPlan:
@@ -130,7 +130,7 @@ def test_a_step_is_cut_to_the_rows_of_a_graph_once_scores_are_known() -> None:
 
 
 def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() -> None:
-    cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), 0.05)
+    cutting = Cutting(MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS), 0.05)
     cutting.cut([DEPTH] * 4)
     cutting.observe(result_of([DEPTH] * 4, [0] * 4))
     plan = cutting.cut([DEPTH] * 4, num_prompts=2)
@@ -142,7 +142,7 @@ def test_a_step_whose_drafts_all_pay_is_the_one_that_was_planned() -> None:
     chooser, whole = random.Random(0), Counter[bool]()
     for _ in range(60):
         costs = [1.0, *sorted(1 + chooser.random() * chooser.choice([0.02, 3]) for _ in range(3))]
-        cutting = Cutting(MeasuredRounds(prices_of((1, 20, 60, 300), costs), FREE_DRAFTS))
+        cutting = Cutting(MeasuredRoundPrices(prices_of((1, 20, 60, 300), costs), FREE_DRAFTS))
         num_reqs, num_prompts = chooser.choice([1, 2, 8, 48]), chooser.choice([0, 0, 2])
         counts = [0] * num_prompts + [DEPTH] * num_reqs
         for _ in range(3):
@@ -161,7 +161,7 @@ def test_a_step_whose_drafts_all_pay_is_the_one_that_was_planned() -> None:
 
 
 def test_where_rows_are_free_nothing_is_copied_and_nothing_is_cut() -> None:
-    cutting = Cutting(MeasuredRounds(FREE_ROWS, FREE_DRAFTS), 0.0)
+    cutting = Cutting(MeasuredRoundPrices(FREE_ROWS, FREE_DRAFTS), 0.0)
     for _ in range(3):
         plan = cutting.cut([DEPTH] * 4)
         assert plan.counts.packed is None
@@ -175,7 +175,7 @@ def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
     """Of one request; the device takes it for 0 too."""
     plans, told = [], []
     for each in (0.0, value):
-        cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
+        cutting = Cutting(MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS))
         cutting.confidence[1] = each
         for _ in range(3):
             plans.append(cutting.cut([DEPTH] * 4).counts)
@@ -186,7 +186,7 @@ def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
 
 
 def test_steps_of_requests_without_drafts_say_nothing() -> None:
-    cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
+    cutting = Cutting(MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS))
     assert cutting.cut([0, 0]).is_plain
     assert cutting.observe(HostResult([[1], [2]], [1, 1], [1, 1])) == []
 
@@ -195,7 +195,7 @@ def test_steps_of_requests_without_drafts_say_nothing() -> None:
 def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance: float) -> None:
     """Drafts are right with the chance that the head says; any number of each chain is fed."""
     luck = random.Random(5)
-    cutting = Cutting(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), chance)
+    cutting = Cutting(MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS), chance)
     told = np.zeros(1 + DEPTH)
     for _ in range(400):
         cutting.cut([DEPTH] * 8)
@@ -211,9 +211,9 @@ def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance
 
 
 def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps() -> None:
-    rounds = MeasuredRounds(DEAR_ROWS, FREE_DRAFTS)
+    rounds = MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS)
     cutting = Cutting(rounds)
-    cut_rounds, upcoming, found = CutRounds(rounds, cutting.tile_spec), StepCases(4), []
+    cut_rounds, upcoming, found = CutRoundPrices(rounds, cutting.tile_spec), StepCase(4), []
     for _ in range(2 * LOOK_STEPS):
         found.append(cut_rounds.round_ms(upcoming, DEPTH))
         assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]

@@ -30,8 +30,8 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import serving, setup_of
 from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.draft_rows import plan_of_drafts
-from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCase
-from sglang.srt.lookahead.tile_spec import RoundTables, TileSpec, confirmed_nodes
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.tile_spec import LatencyTables, TileSpec, confirmed_nodes
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
@@ -318,8 +318,8 @@ def result_of(paths: Sequence[list[int]], fed: Sequence[int]) -> HostResult:
     return HostResult([[]] * len(paths), taken, taken, num_drafts=list(fed), paths=padded)
 
 
-def tile_spec_of(rounds: MeasuredRounds) -> TileSpec:
-    return TileSpec(RoundTables(rounds, packs_in_graphs=True), has_trees=True)
+def tile_spec_of(rounds: MeasuredRoundPrices) -> TileSpec:
+    return TileSpec(LatencyTables(rounds, packs_in_graphs=True), has_trees=True)
 
 
 def step_of(
@@ -338,7 +338,7 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
     luck, shape, num_reqs = random.Random(1), TreeShape(3, 3, 12), 16
     confidence = torch.zeros((num_reqs, shape.num_drafts))
     free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
-    tile_spec = tile_spec_of(MeasuredRounds(DEAR_ROWS, free, tree=shape))
+    tile_spec = tile_spec_of(MeasuredRoundPrices(DEAR_ROWS, free, tree=shape))
     for _ in range(150):
         trees = [random_tree(luck, shape.topk, shape.num_drafts) for _ in range(num_reqs)]
         confidence.copy_(confidence_of(trees))
@@ -374,7 +374,7 @@ def test_as_many_nodes_are_verified_as_give_most_tokens_per_millisecond() -> Non
         prices = PriceTable(no_graphs, {}, Curve(sizes, costs), Curve((1, 64), (0.0, 0.0)))
         free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
         trees = [random_tree(luck, 2, shape.num_drafts) for _ in range(2)]
-        tile_spec = tile_spec_of(MeasuredRounds(prices, free, tree=shape))
+        tile_spec = tile_spec_of(MeasuredRoundPrices(prices, free, tree=shape))
         confidence = confidence_of(trees)
         record = step_of(tile_spec, 2, shape, confidence)
         # Nothing was verified, nothing is learnt.
@@ -408,7 +408,7 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
     extend_rows, head = Curve((1, 1000), (0.1, 100.0)), Curve((1,), (50.0,))
     extend = PriceTable(no_graphs, {}, extend_rows, head, 0.3, 0.4)
     passes = {shape: Curve((1, 8), (7.0, 56.0)), 1: Curve((1,), (1e9,))}
-    rounds = MeasuredRounds(target, DraftPrices(extend, passes), tree=shape)
+    rounds = MeasuredRoundPrices(target, DraftPrices(extend, passes), tree=shape)
     for num_reqs, num_cut, prompts_fed in itertools.product((1, 3, 8), (0, 2), (0, 32)):
         rows = num_reqs * width - num_cut
         cost = rounds.cost(num_reqs, shape.num_drafts, rows, prompts_fed)
@@ -418,6 +418,6 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
         kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths
         kv_ms += (shape.depth - 1) * (0.3 + 0.4 * shape.topk)
         assert cost.kv_ms == pytest.approx(kv_ms)
-    table = RoundTables(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
+    table = LatencyTables(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
     assert table.rows[-1] == 3 * width
     assert table.costs_ms[-1] == pytest.approx(rounds.cost(3, shape.num_drafts, 3 * width).rows_ms)
