@@ -103,7 +103,13 @@ class PriceMeter:
         eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S, "steps")
         head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
-        prices = PriceTable(
+        logger.info(
+            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
+            len(graphs_ms),
+            len(eager) + len(head),
+            self._clock() - start,
+        )
+        return PriceTable(
             find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
             eager=self._without_attention(shortest(eager), prompt_kv_ms),
@@ -113,14 +119,6 @@ class PriceMeter:
             prompt_kv_ms=prompt_kv_ms,
             spread=self._spread(),
         )
-        prices = replace(prices, measured_s=self._clock() - start)
-        logger.info(
-            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
-            len(graphs_ms),
-            len(eager) + len(head),
-            prices.measured_s,
-        )
-        return prices
 
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:

@@ -62,7 +62,6 @@ TIMED_FIELDS = (
 Size = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 StepPrice = Annotated[float, msgspec.Meta(gt=0, le=1e7)]  # a step takes time
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 Prices = Annotated[list[tuple[Size, Price]], msgspec.Meta(min_length=1)]
 StepPrices = Annotated[list[tuple[Size, StepPrice]], msgspec.Meta(min_length=1)]
 
@@ -83,7 +82,6 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
     row_kv_ms: Price
     prompt_kv_ms: Prices
     spread: Price
-    measured_s: Seconds
 
     @classmethod
     def of(cls, prices: PriceTable) -> KeptTable:
@@ -95,7 +93,6 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             row_kv_ms=prices.row_kv_ms,
             prompt_kv_ms=_pairs(prices.prompt_kv_ms),
             spread=prices.spread,
-            measured_s=prices.measured_s,
         )
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
@@ -112,7 +109,6 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             row_kv_ms=self.row_kv_ms,
             prompt_kv_ms=_curve(self.prompt_kv_ms),
             spread=self.spread,
-            measured_s=self.measured_s,
         )
 
 
@@ -121,19 +117,18 @@ class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
 
     extend: KeptTable
     passes: list[tuple[int | TreeShape, Prices]]
-    measured_s: Seconds
 
     @classmethod
     def of(cls, prices: DraftPrices) -> KeptDrafts:
         passes = [(shape, _pairs(curve)) for shape, curve in prices.passes.items()]
-        return cls(KeptTable.of(prices.extend), passes, prices.measured_s)
+        return cls(KeptTable.of(prices.extend), passes)
 
     def prices_of(self, runner: ModelRunner) -> DraftPrices:
         """The prices of exactly the draft steps that a runner has."""
         if Counter(shape for shape, _ in self.passes) != Counter([*runner.config.draft_steps]):
             raise ProfileError("its prices are damaged")
         passes = {shape: _curve(pairs) for shape, pairs in self.passes}
-        return DraftPrices(self.extend.table_of(runner), passes, self.measured_s)
+        return DraftPrices(self.extend.table_of(runner), passes)
 
 
 class Kept(msgspec.Struct, Generic[T]):
@@ -155,12 +150,7 @@ class Profile(msgspec.Struct):
 
     target: Kept[KeptTable]
     head: Kept[KeptDrafts]
-    format: Literal[4] = 4
-
-    @property
-    def measured_s(self) -> float:
-        """Seconds that measuring took, of the target and of its head."""
-        return self.target.prices.measured_s + self.head.prices.measured_s
+    format: Literal[5] = 5
 
 
 def _pairs(curve: Curve) -> list[tuple[int, float]]:
