@@ -163,7 +163,7 @@ def policy_us(policy: LengthPolicy, size: int) -> float:
         middle = time.perf_counter_ns()
         accepted = [1 + ((index + number) % 2 if budget.limit > 1 else 0) for index in rows]
         outcome = StepOutcome(
-            plan=StepPlan(counts=counts, tier=budget.settled, num_drafted_for=size),
+            plan=StepPlan(counts=counts, draft_length=budget.settled, num_drafted_for=size),
             rows=rows,
             num_tried=[budget.limit] * size,
             num_accepted=accepted,

@@ -154,13 +154,13 @@ class DraftRows(PlannedRows[StepPlan]):
 
     def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
         """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
-        plan, (tier, num_drafted_for), next_tier = begun, self._last_choice, 0
+        plan, (draft_length, num_drafted_for), next_length = begun, self._last_choice, 0
         if budget is None:
-            self._last_choice = tier, 0
+            self._last_choice = draft_length, 0
         else:
-            next_tier = budget.limit - 1
+            next_length = budget.limit - 1
             self._last_choice = budget.settled, batch.emits.count(True)
-        next_drafts = self._next_drafts(batch, plan.max_accepted, next_tier)
+        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         # A step of chunks alone has no decodes, which are what the head delays.
@@ -169,7 +169,7 @@ class DraftRows(PlannedRows[StepPlan]):
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
         return replace(
             plan,
-            tier=tier,
+            draft_length=draft_length,
             num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
             left_out=self._places_left_out(batch, rests),

@@ -182,7 +182,7 @@ class HostResult:
     Attributes:
         hidden_states: see `GenerationBatchResult`.
         num_drafts: R counts of drafts that were fed; empty where there were none.
-        tier: see `GenerationBatchResult`.
+        draft_length: see `GenerationBatchResult`.
         paths: R lists of M nodes, see `GenerationBatchResult`; empty where not asked for.
         record: see `GenerationBatchResult`.
     """
@@ -194,7 +194,7 @@ class HostResult:
     prompt_logprobs: HostLogprobs | None = None
     hidden_states: torch.Tensor | None = None
     num_drafts: list[int] = field(default_factory=list)
-    tier: int = 0
+    draft_length: int = 0
     paths: list[list[int]] = field(default_factory=list)
     record: object = None
 
@@ -214,7 +214,7 @@ class GenerationBatchResult:
             hidden_size], those layers' inputs and the last hidden state, in the model's type.
         num_drafts: [R] int64; drafts fed, of which accept_lens[i] - 1 were confirmed in requests
             that emit only what is confirmed; None: there were none.
-        tier: how far the drafter looked ahead, by its own count (`StepPlan.tier`).
+        draft_length: how far the drafter looked ahead, by its own count (`StepPlan.draft_length`).
         paths: [R, M] int32; of each accepted token the node of its request's tree that it follows,
             0 is the certain token; the first accept_lens[i] of row i mean something. None: none
             asked for them (`StepPlan.wants_paths`).
@@ -230,7 +230,7 @@ class GenerationBatchResult:
     prompt_logprobs: LogprobTensors | None = None
     hidden_states: torch.Tensor | None = None
     num_drafts: torch.Tensor | None = None
-    tier: int = 0
+    draft_length: int = 0
     paths: torch.Tensor | None = None
     record: object = None
 
@@ -284,7 +284,7 @@ class GenerationBatchResult:
             prompt_logprobs=HostLogprobs.of(prompts),
             hidden_states=hidden[0] if hidden else None,
             num_drafts=drafts[0].tolist() if drafts else [],
-            tier=self.tier,
+            draft_length=self.draft_length,
             paths=paths[0].tolist() if paths else [],
             record=self.record,
         )

@@ -407,7 +407,7 @@ def _result(
         prompt_logprobs=prompt_logprobs,
         hidden_states=hidden,
         num_drafts=accepted.num_drafts,
-        tier=plan.tier,
+        draft_length=plan.draft_length,
         paths=accepted.path if plan.wants_paths else None,
         record=record,
     )
