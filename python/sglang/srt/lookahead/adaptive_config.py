@@ -17,6 +17,7 @@ import json
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -110,17 +111,9 @@ class AdaptiveConfig:
 
     def batch_sizes(self, steps: int) -> tuple[range, ...]:
         """Returns the ranges of batch sizes that may have `steps` steps."""
-        first = 1
-        found = []
-        for slot, end in zip(self.slots, [*self._starts[1:], MAX_BATCH_SIZE], strict=True):
-            if steps in slot.candidate_steps:
-                found.append(range(first, end))
-            first = end
-        return tuple(found)
-
-    @property
-    def _starts(self) -> list[int]:
-        return [slot.min_batch_size for slot in self.slots]
+        ends = [1, *(slot.min_batch_size for slot in self.slots[1:]), MAX_BATCH_SIZE]
+        ranges = zip(self.slots, pairwise(ends), strict=True)
+        return tuple(range(*ends) for slot, ends in ranges if steps in slot.candidate_steps)
 
     def warnings(self) -> list[str]:
         """Returns a line for each setting that is allowed and hardly meant; it names the slot."""
