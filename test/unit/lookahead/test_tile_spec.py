@@ -87,6 +87,15 @@ def test_resampled_scores_are_distributed_as_those_read() -> None:
             assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
         else:
             assert found.mean() < scores.mean()
+    chain = np.array([[0.5, 0.25]] * 3)
+    assert resampled(chain, 4, 4).tolist() == [0.0625, 0.125, 0.25, 0.5], "it goes on alike"
+
+
+def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:
+    tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
+    tile_spec, batch = TileSpec(tables, fixed=1.1), batch_of([DEPTH] * 64)
+    plan = tile_spec.cut(batch, plan_of_drafts(batch, [DEPTH] * 64))
+    assert plan.counts.packed == PackedSize(160, 160), "134 rows replay a graph of 160"
 
 
 class Cutting:
