@@ -1,4 +1,5 @@
-"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth. All
+"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth, and CI at
+least one case of each test. All
 files that are marked as a whole, since their tests share a server or what a compiler made, are one
 matrix, whose cases are the files.
 
@@ -34,7 +35,8 @@ def case_of(item: pytest.Item) -> str | None:
 
 def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
     """Draws parts of each test function's cases by their ids, rounded up or down so that every
-    case is drawn as often as the others. Processes of one run draw the same."""
+    case is drawn as often as the others; of two turns that leave out different cases one takes a
+    case at least. Processes of one run draw the same."""
     functions: dict[str, list[str]] = {}
     for test in tests:
         functions.setdefault(test.partition("[")[0], []).append(test)
@@ -44,5 +46,6 @@ def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
         cases = drawn.sample(cases, len(cases))
         luck = drawn.randrange(PARTS)
         first, last = ((len(cases) * n + luck) // PARTS for n in (1, 1 + MORE_PARTS))
+        last = max(last, 1)
         found.update(cases[first:last] if is_more(turn) else cases[:first])
     return found

@@ -94,6 +94,8 @@ def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     sure = few._replace(prompts=((1.0, 512),))
     expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
     assert prices.round_ms(mixed, 3) == pytest.approx(expected)
+    table = LatencyTables(prices, packs_in_graphs=True).table(StepCase(8).beside(512), 3)
+    assert table.costs_ms[-1] == pytest.approx(prices.round_ms(sure, 3))
     grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
     assert grows[1] > grows[0] + 0.5, "beside prompts rows are not free"
 
