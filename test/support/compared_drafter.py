@@ -241,7 +241,7 @@ def compared_drafters() -> Iterator[None]:
     """Names the drafters of this module in this block."""
     kinds = {COMPARED: ComparedDrafter, COMPARED_TREES: ComparedTrees}
     places = {name: f"{__name__}:{kind.__name__}" for name, kind in kinds.items()}
-    with mock.patch.dict(DRAFTERS._entries, places):
+    with mock.patch.dict(DRAFTERS.entries, places):
         yield
 
 

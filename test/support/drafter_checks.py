@@ -3,7 +3,7 @@ ledger and the token table are checked after every step, and before it the KV th
 
 A drafter of a test is named in the registry first:
 
-    monkeypatch.setitem(DRAFTERS._entries, "toy", "module_of_the_test:ToyDrafter")
+    monkeypatch.setitem(DRAFTERS.entries, "toy", "module_of_the_test:ToyDrafter")
     plain = serve(path, setup, None, requests)
     served = serve(path, setup, DrafterConfig("toy", options), requests)
     assert_same(served.outcomes, plain.outcomes)

@@ -90,7 +90,10 @@ class Served(Drafted):
         num_drafts = step.accepted.num_drafts
         most = 0 if num_drafts is None else int(num_drafts.max())
         has_decodes = 0 in step.batch.num_prompt_tokens
-        tier, is_cut = step.plan.tier if has_decodes else 0, step.plan.counts.packed is not None
+        tier, is_cut = (
+            step.plan.draft_length if has_decodes else 0,
+            step.plan.counts.packed is not None,
+        )
         if step.state.trees is None:
             assert most == tier or ((is_cut or self.may_lack) and most < tier)
         self.tiers[tier] += has_decodes

@@ -23,11 +23,11 @@ class Registry:
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self._kind = kind
-        self._entries = entries
+        self.entries = entries
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._entries)
+        return sorted(self.entries)
 
     def load(self, name: str) -> Any:
         """Imports what `name` stands for.
@@ -35,9 +35,9 @@ class Registry:
         Raises:
             ValueError: for an unknown name; the message lists the known ones.
         """
-        if name not in self._entries:
+        if name not in self.entries:
             raise ValueError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names)}.")
-        return load(self._entries[name])
+        return load(self.entries[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -222,6 +222,7 @@ def test_where_all_name_n_grams_a_head_drafts_nothing(
     assert harness.seen["confirmed"] > 20, harness.seen
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
 def test_rounds_are_graphs(
     paths: dict[str, Path], right_of_rounds: list[list[int]], kind: str

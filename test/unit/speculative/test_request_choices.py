@@ -118,6 +118,7 @@ def passes_of(harness: Any, number: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "policy"), [(EAGLE, "fixed"), (EAGLE3, JUMPING), (STANDALONE, "fixed")]
 )

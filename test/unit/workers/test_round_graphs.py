@@ -95,6 +95,7 @@ def test_tokens(
     assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE3, STANDALONE, P_EAGLE])
 def test_requests_that_take_no_drafts(
     paths: dict[str, Path], right: list[list[int]], kind: str

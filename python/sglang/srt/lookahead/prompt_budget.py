@@ -256,16 +256,8 @@ class BoundedStep:
         rungs = self._ladders.of(self._num_reqs + 1)
         others = self._num_rows + num_lookahead
         prices = self._ladders.prices
-        head_ms = prices.head.at(self._num_read + 1 + num_lookahead)
-        other_ms = self._attention_ms + head_ms
-        offer = _Offer(
-            position=position,
-            num_lookahead=num_lookahead,
-            others=others,
-            left_ms=max_ms - other_ms,
-            other_ms=other_ms,
-            prices=prices,
-        )
+        other_ms = self._attention_ms + prices.head.at(self._num_read + 1 + num_lookahead)
+        offer = _Offer(position, num_lookahead, others, max_ms - other_ms, other_ms, prices)
         top = bisect.bisect_left(self._ladders.sizes, others + most)
         for index in range(top, -1, -1):
             rung = rungs[index]
@@ -283,7 +275,7 @@ class BoundedStep:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Offer:
     """A prompt whose tokens a step may feed.
 

@@ -55,11 +55,6 @@ class SpecRuntimeState:
     num_draft_steps: int
     batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
 
-    @property
-    def speculative_num_draft_tokens(self) -> int:
-        """Rows of a request that the target verifies, the certain token's counted."""
-        return 1 + self.speculative_num_steps
-
 
 def runtime_states(
     tiers: Sequence[int], adaptive: AdaptiveConfig | None, num_free: int

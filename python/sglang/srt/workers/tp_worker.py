@@ -409,7 +409,7 @@ def _result(
         hidden_states=hidden,
         num_drafts=accepted.num_drafts,
         makers=None if accepted.num_drafts is None else makers,
-        tier=plan.tier,
+        draft_length=plan.draft_length,
         paths=accepted.path if plan.wants_paths else None,
         record=record,
     )
