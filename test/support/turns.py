@@ -1,7 +1,6 @@
 """Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth, and CI at
-least one case of each test. All
-files that are marked as a whole, since their tests share a server or what a compiler made, are one
-matrix, whose cases are the files.
+least one case of each test. All files that are marked as a whole, since their tests share a server
+or what a compiler made, are one matrix, whose cases are the files.
 
 TEST_TURN says which cases: a number draws them, `more-of-NUMBER` is another fifth alone, and
 without it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI
@@ -16,7 +15,7 @@ from collections.abc import Iterable
 import pytest
 
 MORE_OF = "more-of-"
-PARTS, MORE_PARTS = 5, 1  # the suite takes one of PARTS
+PARTS = 5  # the suite takes one, a run of more cases the next one
 
 
 def is_more(turn: str) -> bool:
@@ -45,7 +44,7 @@ def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
         drawn = random.Random(f"{turn.removeprefix(MORE_OF)} {function}")
         cases = drawn.sample(cases, len(cases))
         luck = drawn.randrange(PARTS)
-        first, last = ((len(cases) * n + luck) // PARTS for n in (1, 1 + MORE_PARTS))
+        first, last = ((len(cases) * n + luck) // PARTS for n in (1, 2))
         last = max(last, 1)
         found.update(cases[first:last] if is_more(turn) else cases[:first])
     return found

@@ -17,6 +17,7 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.processes.kept_prices import still_holds
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
@@ -58,9 +59,19 @@ def contents(prices: PriceTable) -> tuple[Any, ...]:
 class Start:
     """A server that starts: what it measured, and the prices that it goes by."""
 
-    def __init__(self, cache: Path, target: Any, head: Any) -> None:
+    def __init__(self, cache: Path, target: Any, head: Any, slowness: float = 1.0) -> None:
+        """
+        Args:
+            slowness: of graphs now, beside what `measured` says.
+        """
         self.measured: list[str] = []
-        prices = TileSpecProfiler(cache, target).target(self._measure("target", measured(target)))
+        prices = measured(target)
+        now = {key: slowness * cost_ms for key, cost_ms in prices.graphs_ms.items()}
+        meter: Any = SimpleNamespace(graph_ms=lambda key, repeats: now[key])
+        prices = TileSpecProfiler(cache, target).target(
+            self._measure("target", replace(prices, graphs_ms=now)),
+            lambda kept: still_holds(kept, meter),
+        )
         self.target = contents(prices)
         drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
         found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
@@ -94,6 +105,15 @@ def test_the_second_start_measures_nothing_and_has_the_same_prices(
     assert [path.name for path in (tmp_path / "some-model_cpu_tp1").iterdir()] == [FILE_NAME]
 
 
+def test_prices_that_were_disturbed_are_measured_again(
+    tmp_path: Path, runners: tuple[Any, Any]
+) -> None:
+    Start(tmp_path, *runners, slowness=1.25)
+    second, third = (Start(tmp_path, *runners) for _ in range(2))
+    assert (second.measured, third.measured) == (["target", "head"], [])
+    assert second.target == third.target == contents(measured(runners[0]))
+
+
 def test_cliffs_are_those_of_the_cheapest_graph_of_each_size(model: Path) -> None:
     keys = runner_of(model).graph_keys
     costs = {key: 10.0 * key.num_reqs + (5 if key.num_tokens > 24 else 1) for key in keys.all}
@@ -113,7 +133,8 @@ def test_a_graph_is_found_with_prices_from_the_cache(
 ) -> None:
     Start(tmp_path, *runners)
     target = runners[0]
-    prices = TileSpecProfiler(tmp_path, target).target(lambda: pytest.fail("measured"))
+    kept = TileSpecProfiler(tmp_path, target)
+    prices = kept.target(lambda: pytest.fail("measured"), lambda _: True)
     for shape in ((1, 4, 4), (3, 2, 5), (8, 4, 32)):
         assert prices.rows_ms(*shape) == measured(target).rows_ms(*shape)
 
