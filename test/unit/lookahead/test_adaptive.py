@@ -248,8 +248,8 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() 
         adaptive = config_of({start: drawn_slot(luck) for start in starts})
         options = LengthOptions(8, 0, adaptive)
         decode = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 4, 0)
-        every = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 999, 32))
-        sizes = {max_requests, *(each for each in every if each <= max_requests)}
+        graphs = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), max_requests)
+        sizes = [each for each in graphs if each <= max_requests]
         for tier, state in runtime_states(range(9), adaptive, 1).items():
             needed = set()
             for num_reqs in range(1, MAX_REQUESTS + 1):

