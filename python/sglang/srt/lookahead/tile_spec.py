@@ -160,23 +160,25 @@ class TileSpec:
         """
         num_drafts = plan.num_drafts
         most = sum(num_drafts)
-        table = self.table(batch, num_drafts) if most else None
-        if table is None or (table.most_gain <= LEAST_GAIN and self._fixed is None):
+        if most == 0:
+            return plan
+        case, num_drafting = case_of(batch), len(num_drafts) - num_drafts.count(0)
+        case = case._replace(num_plain=case.num_reqs - num_drafting)
+        table = self._table(case, max(num_drafts))
+        if table.most_gain <= LEAST_GAIN and self._fixed is None:
             return plan
         plan = replace(plan, wants_scores=True, wants_paths=self._has_trees)
-        num_decodes = batch.num_prompt_tokens.count(0)
-        num_verified = most if is_probe else self.num_verified(table, num_drafts, num_decodes)
-        if num_verified < most:
-            spare = self._spare_rows(plan, most - num_verified)
-            num_verified = min(most, num_verified + spare)
-        return plan if num_verified == most else _packed(plan, most - num_verified)
-
-    def table(self, batch: ScheduleBatch, num_drafts: Sequence[int]) -> LatencyTable:
-        """Returns the costs of the step's round, beside the prompts that share it; some of R
-        `num_drafts` are not 0."""
-        case = case_of(batch)
-        num_drafting = len(num_drafts) - num_drafts.count(0)
-        return self._table(case._replace(num_plain=case.num_reqs - num_drafting), max(num_drafts))
+        if is_probe:
+            return plan
+        counts, num_cut = plan.counts, most - self.num_verified(table, num_drafts, case.num_reqs)
+        if num_cut:  # as far as padding would not take the rows
+            num_rows = counts.num_rows - num_cut
+            room = self._tables.room(len(counts.q_lens), max(counts.q_lens), num_rows)
+            num_cut = max(0, num_cut - (room - num_rows))
+        if num_cut == 0:
+            return plan
+        size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
+        return replace(plan, counts=replace(counts, packed=size))
 
     def _table(self, case: StepCase, num_drafts: int) -> LatencyTable:
         """See `LatencyTables.table`; within LOOK_STEPS KV changes little."""
@@ -215,12 +217,6 @@ class TileSpec:
 
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
-
-    def _spare_rows(self, plan: StepPlan, num_cut: int) -> int:
-        """Rows that padding would take if that many drafts were cut."""
-        q_lens = plan.counts.q_lens
-        num_rows = sum(q_lens) - num_cut
-        return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
         """Learns from a step, cut or whole.
@@ -304,13 +300,6 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
     ordered = np.sort(scores[:, :longest], axis=None)
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
-
-
-def _packed(plan: StepPlan, num_cut: int) -> StepPlan:
-    """The plan with fewer drafts; the device decides which."""
-    counts = plan.counts
-    size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
-    return replace(plan, counts=replace(counts, packed=size))
 
 
 class CutRoundPrices:

@@ -228,17 +228,12 @@ class TileSpecProfiler:
             )
 
 
-def latency_of(prices: PriceTable) -> PiecewiseLinearLatency:
-    """Returns the latency by number of rows: that of the cheapest graph, or of larger steps."""
+def cliffs(prices: PriceTable) -> list[int]:
+    """Returns numbers of rows after which the cheapest graph, or larger steps, take far longer."""
     dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
     graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
     by_rows = sorted((dict(_pairs(prices.eager)) | graphs).items())
-    return PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True))
-
-
-def cliffs(prices: PriceTable) -> list[int]:
-    """Numbers of rows after which steps take far longer."""
-    return list(latency_of(prices).ends[:-1])
+    return list(PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True)).ends[:-1])
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
