@@ -50,19 +50,19 @@ class _Chances:
 
     def __init__(self, num_places: int, prior: float, has_trees: bool) -> None:
         self._prior, self._has_trees = prior, has_trees
-        self._trials = [Trials() for _ in range(num_places)]
+        self.trials = [Trials() for _ in range(num_places)]
 
     def record(self, num_fed: int, places: Collection[int]) -> None:
         """Hears of a request how many drafts it fed, and at which places they were right."""
         for place in range(num_fed if self._has_trees else min(num_fed, len(places) + 1)):
-            self._trials[place].add(1, place in places, WINDOW)
+            self.trials[place].add(1, place in places, WINDOW)
 
     def lengths(self) -> list[float]:
         """Tokens that a request is expected to be given with 0, 1, ... drafts. A place that was
         seldom tried is taken to be like the one before it: in a tree its chance is as small a part
         of that of the node before it as the first node's is of 1."""
         chance, reached, found, part = self._prior, 1.0, [1.0], 1.0
-        for place, trials in enumerate(self._trials):
+        for place, trials in enumerate(self.trials):
             chance = trials.chance(chance * part, PRIOR_TRIALS)
             if self._has_trees:
                 reached, part = chance, chance if place == 0 else part
