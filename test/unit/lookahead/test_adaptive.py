@@ -143,8 +143,8 @@ class ByHand:
 
 
 def test_histories_of_slots_are_those_of_the_rule() -> None:
-    """Of slots beside each other, which do not hear of each other: batches of any size, padded or
-    not, without requests, or of steps that were chosen before the last decision."""
+    """Checks slots beside each other, which hear nothing of each other: batches of any size, padded
+    or not, without requests, or of steps that were chosen before the last decision."""
     luck, seen = random.Random(1), Counter[str]()
     for _ in range(150):
         starts = sorted(luck.sample(range(1, 13), luck.randint(1, 3)))
@@ -240,7 +240,7 @@ def test_as_a_policy_it_does_what_the_rule_says_round_by_round() -> None:
 
 
 def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() -> None:
-    """By a search over all sizes. Draft steps have the graphs that some batch needs, and no other
+    """Searches all sizes. Draft steps have the graphs that some batch needs, and no other
     ones. A tier that no slot has, such as 0 of the throughput strategy, owns nothing."""
     luck = random.Random(3)
     for max_requests in (1, 3, 13, *luck.sample(range(1, MAX_REQUESTS), 20)):

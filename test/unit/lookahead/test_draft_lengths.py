@@ -1,5 +1,5 @@
-"""How many drafts requests get: the best number by prices and by what was right, what is learnt,
-and when a head rests."""
+"""Checks how many drafts requests get: the best number by prices and by what was right, what is
+learnt, and when a head rests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LENGTHS = [1.0 + sum(0.6**place for place in range(1, 1 + count)) for count in r
 
 
 def test_the_best_tier_is_that_of_a_search() -> None:
-    """Of equal ones the one of fewer rows."""
+    """Takes the one of fewer rows of equal ones."""
     chooser = random.Random(0)
     for _ in range(500):
         chances = [chooser.random() for _ in range(5)]
@@ -82,7 +82,7 @@ def test_the_best_tier_is_that_of_a_search() -> None:
 
 
 def cost_ms(num_drafting: int, num_plain: int, num_drafts: int) -> float:
-    """By what was measured: the target is fed all rows, the head those of requests with drafts."""
+    """Adds up what was measured: the target is fed all rows, the head those with drafts."""
     rows = num_drafting * (1 + num_drafts)
     drafting = FIRST_DRAFT_MS + (num_drafts - 1) * DRAFT_MS if num_drafts else 0.0
     all_rows = rows + num_plain
@@ -152,7 +152,7 @@ def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
 
 
 def test_a_head_rests_after_some_idle_steps_and_is_fed_before_it_drafts_again() -> None:
-    """By all steps before each one. Where most requests are new, drafts may follow at once."""
+    """Looks at all steps before each one. If most requests are new, drafts may follow at once."""
     luck, rule, wanted, last_rest, renewed = random.Random(4), RestRule(), [True], -(10**6), -1
     seen = Counter[tuple[bool, bool]]()
     for number in range(4000):
@@ -330,7 +330,7 @@ def taught(
 
 @pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
 def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_trees: bool) -> None:
-    """By a search over all numbers, with the chances that drafts were drawn by."""
+    """Searches all numbers, with the chances that drafts were drawn by."""
     luck, seen = random.Random(1), set[int]()
     chances = [[luck.uniform(0.3, 0.97)] * MOST for _ in PRIORS]
     if has_trees:
@@ -421,7 +421,7 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
 
 
 def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
-    """Of 16 steps, which give 32 tokens each, 11 feed a whole chunk and one the end of the prompt.
+    """Takes 16 steps, which give 32 tokens each, 11 feed a whole chunk and one the end of a prompt.
     At half the pace there are half as many; there is never more than one in a step."""
     mix, chunk = PromptMix(8192), 2048
     for number in range(640):

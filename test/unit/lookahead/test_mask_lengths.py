@@ -1,5 +1,5 @@
-"""How many tokens requests predict from masks: shapes of steps by counting, chances by chains, the
-choice beside the best fixed one, and the time that trials may cost."""
+"""Checks how many tokens requests predict from masks: shapes of steps by counting, chances by
+chains, the choice beside the best fixed one, and the time that trials may cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNVERIFIED, VERIFIED = Kind(False, 5), Kind(True, 0)
 
 
 def prices_of(rows: Sequence[int], costs_ms: Sequence[float], kv_ms: float = 0.0) -> PriceTable:
-    """Of a device that launches every step kernel by kernel."""
+    """Prices a device that launches every step kernel by kernel."""
     eager = Curve(tuple(rows), tuple(costs_ms))
     return PriceTable(no_graphs, {}, eager, Curve((1,), (0.0,)), kv_ms)
 
@@ -139,7 +139,7 @@ def test_shapes_of_steps_are_those_of_their_requests_one_by_one() -> None:
 
 
 def test_a_packed_step_has_rows_for_those_who_probably_have_drafts() -> None:
-    """Of 64 requests with 3 drafts each, of which a quarter has them."""
+    """Takes 64 requests with 3 drafts each, of which a quarter has them."""
     step = replace(step_of(64, VERIFIED, 4), is_packed=True)
     likely = 64 * 0.25 + MARGIN * math.sqrt(64 * 0.25 * 0.75)
     expected = 64 * 2 + math.ceil(3 * likely)
@@ -193,7 +193,7 @@ def test_what_was_not_tried_lately_is_less_sure_and_old_trials_are_forgotten() -
 
 
 def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
-    """By the chain of its steps, with drafts and without, multiplied until it is at rest."""
+    """Follows the chain of its steps, with drafts and without, multiplied until it is at rest."""
     luck = random.Random(1)
     for _ in range(50):
         survival, longest = Survival(MAX_K), luck.randint(2, MAX_K)
@@ -214,9 +214,9 @@ def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
 
 @pytest.mark.parametrize("name", ["flat", "knee", "knee, and KV", "graphs"])
 def test_where_as_many_are_right_in_each_step_it_settles_on_the_best_limit(name: str) -> None:
-    """By all limits, in steps that follow each other, with tokens worth what they cost at the best
-    limit without prompts; and never on one that loses time to plain decoding. The more load and the
-    fewer right, the shorter; beside plain requests rows are not free that are free alone."""
+    """Tries all limits, in steps that follow each other, with tokens worth what they cost at the
+    best limit without prompts; and never on one that loses time to plain decoding. The more load
+    and the fewer right, the shorter; beside plain requests rows are not free that are free alone."""
     prices, seen = PRICES[name], set[int]()
     beside = [(0, 0, 0), (0, 512, 0), (120, 0, 0), *[(0, 0, 300_000)] * (prices.kv_ms > 0)]
     loads = itertools.product((1, 40), (1, 3, MAX_K), beside)
@@ -341,7 +341,7 @@ def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
 
 
 def test_rows_of_a_packed_step_are_those_that_drafts_need_and_what_its_graph_has_room_for() -> None:
-    """Of requests whose drafts are wrong in every other step."""
+    """Takes requests whose drafts are wrong in every other step."""
     prices, budget = PRICES["graphs"], Budget(1)
     policy = mask_policy(prices, MAX_K)
     for _ in range(200):

@@ -67,7 +67,7 @@ def test_a_step_of_a_prompts_first_chunk_alone_gives_nobody_drafts(
 
 
 def test_a_head_that_rested_is_fed_the_chunks_of_a_prompt_that_is_alone() -> None:
-    """What was left out of a prompt would be missing to all that begin like it."""
+    """Feeds whole prompts: what was left out of one would be missing to all that begin like it."""
     served = ServedRounds(Load(128), NEVER, BY_LOAD, can_rest=True)
     served.rate(1, 100)
     planner, is_idle = served.planner, [0] * 128

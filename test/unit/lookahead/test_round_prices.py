@@ -1,4 +1,4 @@
-"""What rounds cost: of chains and trees, and beside prompts."""
+"""Checks what rounds cost: of chains and trees, and beside prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TileSpec cuts of steps and what it learns from them, of chains and of trees."""
+"""Checks what TileSpec cuts of steps and what it learns from them, of chains and of trees."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_requests_that_take_no_drafts_have_rows_in_what_is_cut(num_plain: int) -
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, -1.0])
 def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
-    """Of one request; the device takes it for 0 too."""
+    """Takes one request; the device takes it for 0 too."""
     plans, told = [], []
     for each in (0.0, value):
         cutting = Cutting(MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS))
@@ -353,7 +353,7 @@ def test_nodes_on_a_path_are_told_from_those_beside_it() -> None:
 
 
 def test_as_many_nodes_are_verified_as_give_most_tokens_per_millisecond() -> None:
-    """Of all ways to cut both trees, the best has as many. Nodes are worth their scores."""
+    """Tries all ways to cut both trees: the best has as many. Nodes are worth their scores."""
     luck, shape = random.Random(2), TreeShape(2, 3, 6)
     sizes = tuple(range(1, 2 * (1 + shape.num_drafts) + 1))
     seen = set[int]()

@@ -1,4 +1,4 @@
-"""What a length policy of masks hears of a worker's steps, and that it changes no token."""
+"""Checks what a length policy of masks hears of a worker's steps, and that it changes no token."""
 
 from __future__ import annotations
 

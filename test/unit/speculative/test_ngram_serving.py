@@ -352,7 +352,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
 def test_where_rows_are_dear_only_likely_drafts_are_verified(
     target: Path, tmp_path: Path, breadth: int
 ) -> None:
-    """By prices alone: nothing is forced. More of what is verified is right."""
+    """Goes by prices alone: nothing is forced. More of what is verified is right."""
     shares = []
     for folder in (None, tmp_path):
         drafter = ngram_config(7, breadth, tile_spec_cache=folder)

@@ -211,8 +211,8 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
 def test_where_rows_are_dear_only_likely_drafts_are_verified(
     paths: dict[str, Path], tmp_path: Path, shape: Shape
 ) -> None:
-    """By prices alone: nothing is forced. More of what is verified is right. Scores of a request
-    that are no numbers change nothing."""
+    """Goes by prices alone: nothing is forced. More of what is verified is right. Scores of a
+    request that are no numbers change nothing."""
     found = {}
     is_tree, right = isinstance(shape, TreeShape), right_tokens(paths["target"])
 
