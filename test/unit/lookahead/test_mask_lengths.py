@@ -216,7 +216,7 @@ def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
 def test_where_as_many_are_right_in_each_step_it_settles_on_the_best_limit(name: str) -> None:
     """Tries all limits, in steps that follow each other, with tokens worth what they cost at the
     best limit without prompts; and never on one that loses time to plain decoding. The more load
-    and the fewer right, the shorter; beside plain requests rows are not free that are free alone."""
+    and the fewer right, the shorter; beside plain requests rows that are free alone cost time."""
     prices, seen = PRICES[name], set[int]()
     beside = [(0, 0, 0), (0, 512, 0), (120, 0, 0), *[(0, 0, 300_000)] * (prices.kv_ms > 0)]
     loads = itertools.product((1, 40), (1, 3, MAX_K), beside)
