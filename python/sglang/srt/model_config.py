@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang.srt.plain_files import UnreadableFileError, read_json
-from sglang.srt.registry import FAMILY_DEFAULTS, HEADS, MODELS
+from sglang.srt.registry import (
+    FAMILY_DEFAULTS,
+    HEADS,
+    MODELS,
+    OWN,
+    TRANSFORMERS,
+    TRANSFORMERS_MODEL,
+)
 from sglang.srt.rope_config import RopeConfig, parse_rope
 from sglang.srt.shard import WHOLE, Shard
+from sglang.srt.transformers_config import completed, why_not
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
@@ -27,6 +35,7 @@ DEMO_HEADS = {
 DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
 GENERATION_CONFIG = "generation_config.json"
+AUTO = "auto"  # a value of --model-impl
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as torch and SGLang have them
 
@@ -50,6 +59,7 @@ class ModelConfig:
             family needs beside this.
         generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
+        impl: whether a file of ours computes it, or transformers' own modelling code.
         shard: the part of the weights and of the KV that this process holds. All sizes here are of
             the whole model.
     """
@@ -73,6 +83,7 @@ class ModelConfig:
     hf: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    impl: str = OWN
     shard: Shard = WHOLE
 
     @property
@@ -112,13 +123,21 @@ class ModelConfig:
             raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
         return value
 
+    @property
+    def model_class(self) -> str:
+        """Names the class of the model, for `registry.load`."""
+        if self.impl == TRANSFORMERS:
+            return TRANSFORMERS_MODEL
+        return {**MODELS.entries, **HEADS.entries}[self.architecture]
+
     def check_architecture(self) -> None:
         """Looks whether there is such a model.
 
         Raises:
             ModelPathError: for an architecture that there is no model or head for.
         """
-        if self.architecture not in {*MODELS.names, *HEADS.names}:
+        is_known = self.architecture in {*MODELS.names, *HEADS.names}
+        if not is_known and self.impl == OWN:
             raise self.refusal(
                 f"architecture {self.architecture!r} is not supported; use a checkpoint of one that"
                 f" is known: {', '.join(MODELS.names)}"
@@ -150,14 +169,18 @@ def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
     return Path(path)
 
 
-def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfig:
+def load_model_config(model_path: str, flag: str = "--model-path", impl: str = AUTO) -> ModelConfig:
     """Reads config.json (and generation_config.json, if there is one) of what a flag names.
+
+    Args:
+        impl: what computes it: `own`, `transformers`, or `auto` for transformers where no file of
+            ours does.
 
     Raises:
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
     path = resolve_model_path(model_path, flag)
-    return parse_model_config(path, read_entries(path))
+    return parse_model_config(path, read_entries(path), impl)
 
 
 def read_entries(path: Path) -> dict[str, Any]:
@@ -169,17 +192,26 @@ def read_entries(path: Path) -> dict[str, Any]:
     return _read_json(path / "config.json")
 
 
-def parse_model_config(path: Path, entries: dict[str, Any]) -> ModelConfig:
+def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) -> ModelConfig:
     """Reads the entries of config.json, and the folder's generation_config.json, if there is one.
+
+    Args:
+        impl: as in `load_model_config`.
 
     Raises:
         ModelPathError: if a needed key is missing, or an entry cannot be met.
     """
+    impl = _impl_of(entries, impl)
     config = _with_family_defaults(entries)
+    if impl == TRANSFORMERS:
+        config = _read_by_transformers(path, entries)
     try:
         parsed = _parse(path, config)
         _check_shape(parsed)
-        _check_kind(config)
+        if impl == TRANSFORMERS:
+            parsed = replace(parsed, hf=entries, impl=impl)
+        else:
+            _check_kind(config)
     except KeyError as error:
         raise ModelPathError(
             f"{path / 'config.json'} has no entry {error.args[0]!r}; is it the config of a"
@@ -191,6 +223,31 @@ def parse_model_config(path: Path, entries: dict[str, Any]) -> ModelConfig:
     if generation.exists():
         parsed = replace(parsed, generation=_read_json(generation))
     return _with_eos(parsed)
+
+
+def _impl_of(entries: dict[str, Any], wished: str) -> str:
+    """Chooses what computes a model."""
+    if wished != AUTO:
+        return wished
+    named = _with_family_defaults(entries).get("architectures")
+    is_own = isinstance(named, list) and named and named[0] in {*MODELS.names, *HEADS.names}
+    return OWN if is_own else TRANSFORMERS
+
+
+def _read_by_transformers(path: Path, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a model that transformers computes, with its defaults.
+
+    Raises:
+        ModelPathError: if it cannot compute it, or is not there.
+    """
+    problem = why_not(entries)
+    if problem is not None:
+        names = entries.get("architectures") or [entries.get("model_type")]
+        raise ModelPathError(
+            f"{path / 'config.json'} cannot be used: there is no file of our own for"
+            f" {names[0]!r}, and {problem}."
+        )
+    return completed(entries)
 
 
 def _with_family_defaults(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,17 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 WRONG_ENTRIES = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, OSError)
 EXPERTS = re.compile(r"(\w+_)?(num|n)_(\w+_)?experts")
 # Entries that choose code or weights, and none of a model's shape.
-NOT_SHAPE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
+NOT_SHAPE = (
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "quantization_config",
+    "return_dict",
+    "torchscript",
+    "use_cache",
+)
 OF_ALL_PARTS = ("dtype", "torch_dtype", "eos_token_id", "mtp_mask_token_id", "tie_word_embeddings")
 
 
