@@ -201,10 +201,10 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
     Raises:
         ModelPathError: if a needed key is missing, or an entry cannot be met.
     """
-    impl = _impl_of(entries, impl)
+    wished, impl = impl, _impl_of(entries, impl)
     config = _with_family_defaults(entries)
     if impl == TRANSFORMERS:
-        config = _read_by_transformers(path, entries)
+        config = _read_by_transformers(path, entries, is_wish=wished == TRANSFORMERS)
     try:
         parsed = _parse(path, config)
         _check_shape(parsed)
@@ -230,11 +230,12 @@ def _impl_of(entries: dict[str, Any], wished: str) -> str:
     if wished != AUTO:
         return wished
     named = _with_family_defaults(entries).get("architectures")
-    is_own = isinstance(named, list) and named and named[0] in {*MODELS.names, *HEADS.names}
-    return OWN if is_own else TRANSFORMERS
+    if not isinstance(named, list) or not named or named[0] in {*MODELS.names, *HEADS.names}:
+        return OWN
+    return TRANSFORMERS
 
 
-def _read_by_transformers(path: Path, entries: dict[str, Any]) -> dict[str, Any]:
+def _read_by_transformers(path: Path, entries: dict[str, Any], is_wish: bool) -> dict[str, Any]:
     """Returns the entries of a model that transformers computes, with its defaults.
 
     Raises:
@@ -243,10 +244,8 @@ def _read_by_transformers(path: Path, entries: dict[str, Any]) -> dict[str, Any]
     problem = why_not(entries)
     if problem is not None:
         names = entries.get("architectures") or [entries.get("model_type")]
-        raise ModelPathError(
-            f"{path / 'config.json'} cannot be used: there is no file of our own for"
-            f" {names[0]!r}, and {problem}."
-        )
+        why = "--model-impl transformers" if is_wish else f"no file of ours has {names[0]!r}"
+        raise ModelPathError(f"{path / 'config.json'} cannot be used: {why}, and {problem}.")
     return completed(entries)
 
 

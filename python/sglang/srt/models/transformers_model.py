@@ -91,7 +91,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
 class _Given(nn.Module):
     """Stands for the decoder where the code that makes logits asks for its hidden states."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> BaseModelOutputWithPast:
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
@@ -118,8 +118,12 @@ class TransformersModel(Model):
             self.add_module(name, module)
         # In tuples, since they are no submodules: their parts are.
         self._decoder = (code.base_model,)
+        self._ends = (code.get_input_embeddings(), code.get_output_embeddings())
         code._modules[code.base_model_prefix] = _Given()
         self._code = (code,)
+        problem = _why_no_logits(code, config)
+        if problem is not None or not isinstance(self._ends[1], StepLinear):
+            raise config.refusal(problem or "its output head is no linear layer")
         self._made = _computed_buffers(self)
         ties = code.all_tied_weights_keys if config.tie_word_embeddings else {}
         self._ties = {name: other for name, other in ties.items() if name != other}
@@ -159,7 +163,7 @@ class TransformersModel(Model):
                 raise self._config.refusal(f"transformers does not say what is in {path}")
 
     def shared_modules(self) -> SharedModules:
-        found, head = self._decoder[0].get_input_embeddings(), self._code[0].get_output_embeddings()
+        found, head = self._ends
         with torch.device("meta"):
             table = Embedding(found.num_embeddings, found.embedding_dim)
         table.weight = found.weight  # which is not scaled
@@ -180,8 +184,7 @@ class TransformersModel(Model):
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         self._step.runtime = runtime
-        logits: torch.Tensor = self._code[0](inputs_embeds=hidden[None], use_cache=False).logits
-        return logits[0]
+        return _logits(self._code[0], hidden)
 
 
 def _make(config: ModelConfig) -> Any:
@@ -208,6 +211,23 @@ def _run(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     hidden: torch.Tensor = output.last_hidden_state
     return hidden[0]
+
+
+def _logits(code: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns logits [S, vocab_size] of hidden states [S, hidden_size]."""
+    logits: torch.Tensor = code(inputs_embeds=hidden[None], use_cache=False).logits
+    return logits[0]
+
+
+def _why_no_logits(code: Any, config: ModelConfig) -> str | None:
+    """Makes logits on the meta device. Returns why there are none; None if there are."""
+    try:
+        with torch.no_grad():
+            found = _logits(code, torch.zeros((2, config.hidden_size), device="meta"))
+    except WRONG_CODE as error:
+        return f"transformers' code of its logits does not run here ({first_line(error)})"
+    is_right = found.shape == (2, config.vocab_size)
+    return None if is_right else f"its logits have the shape {[*found.shape]}"
 
 
 def _note_calls(code: Any, step: TransformersStep) -> str | None:
