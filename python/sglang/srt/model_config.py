@@ -244,7 +244,8 @@ def _read_by_transformers(path: Path, entries: dict[str, Any], is_wish: bool) ->
     problem = why_not(entries)
     if problem is not None:
         names = entries.get("architectures") or [entries.get("model_type")]
-        why = "--model-impl transformers" if is_wish else f"no file of ours has {names[0]!r}"
+        known = f"no file of ours computes {names[0]!r} (known: {', '.join(MODELS.names)})"
+        why = "--model-impl transformers" if is_wish else known
         raise ModelPathError(f"{path / 'config.json'} cannot be used: {why}, and {problem}.")
     return completed(entries)
 

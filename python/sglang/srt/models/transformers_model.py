@@ -21,7 +21,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
-from sglang.srt.transformers_config import first_line, model_class, read_config, text_entries
+from sglang.srt.transformers_config import in_one_line, model_class, read_config, text_entries
 
 ATTENTION = "paged_pool"  # its name in transformers' attention interface
 # What models pass to attention beside the form of scores and the window, and what may be there
@@ -203,7 +203,7 @@ def _make(config: ModelConfig) -> Any:
         with initialization.no_init_weights():
             return model_class(made)(made).eval()
     except WRONG_CODE as error:
-        raise config.refusal(f"transformers cannot make the model ({first_line(error)})") from None
+        raise config.refusal(f"transformers cannot make the model ({in_one_line(error)})") from None
 
 
 def _run(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _why_no_logits(code: Any, config: ModelConfig) -> str | None:
         with torch.no_grad():
             found = _logits(code, torch.zeros((2, config.hidden_size), device="meta"))
     except WRONG_CODE as error:
-        return f"transformers' code of its logits does not run here ({first_line(error)})"
+        return f"transformers' code of its logits does not run here ({in_one_line(error)})"
     is_right = found.shape == (2, config.vocab_size)
     return None if is_right else f"its logits have the shape {[*found.shape]}"
 
@@ -236,13 +236,27 @@ def _note_calls(code: Any, step: TransformersStep) -> str | None:
     for module in code.modules():
         if isinstance(vars(module).get("layer_idx"), int):
             module.paged_step = step
+    if lost := _plain_tensors(code):
+        return f"transformers' code keeps {lost[0][1]!r} neither as a weight nor as a buffer"
     two = torch.zeros(2, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
             _run(code.base_model, two, two)
     except WRONG_CODE as error:
-        return f"transformers' code does not run here ({first_line(error)})"
+        return f"transformers' code does not run here ({in_one_line(error)})"
+    for module, name in _plain_tensors(code):  # kept by this run: the next one makes them anew
+        delattr(module, name)
     return None
+
+
+def _plain_tensors(code: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Finds tensors that are attributes of modules, and neither parameters nor buffers."""
+    return [
+        (module, name)
+        for module in code.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
@@ -273,9 +287,9 @@ def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
 
 def _scores_of(call: LayerCall) -> ScoreForm:
     scale, softcap = call.options.get("scaling"), call.options.get("softcap")
-    usual = call.heads[2] ** -0.5
-    is_usual = scale is None or math.isclose(scale, usual, rel_tol=1e-6)
-    return ScoreForm(None if is_usual else float(scale), softcap)
+    if scale is None or math.isclose(scale, call.heads[2] ** -0.5, rel_tol=1e-6):
+        return ScoreForm(None, softcap)
+    return ScoreForm(float(scale), softcap)
 
 
 def _tap_layers(decoder: nn.Module, num_layers: int, step: TransformersStep) -> None:
