@@ -332,9 +332,9 @@ _REFUSED = (
         ("MTP", "FROZEN_KV_MTP"),
     ),
     Entry(
-        f"no drafter here drafts blocks from mask states; {_DRAFTERS}",
+        f"no drafter here corrects blocks by a Markov head; {_DRAFTERS}",
         "speculative_algorithm",
-        ("DFLASH", "DSPARK"),
+        ("DSPARK",),
     ),
     Entry(_DRAFTERS, "speculative_algorithm", ("PHOENIX", "UNO")),
     Entry(

@@ -3,7 +3,7 @@ the number of rows that each request feeds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -103,6 +103,8 @@ class ForwardBatch:
             written to the dummy slot, and their results are not read. A request may feed no row.
             Requests whose number of rows the host knows, such as prompts, come first, and so do all
             whose q_lens is above MAX_TREE_ROWS.
+        is_block: every row sees all rows that its request feeds in this step, also those after it.
+            All requests feed the same number of rows, and none is a tree.
         hidden: [T, width], in the model's type; a further input of each row beside its token, such
             as a target's hidden states; None for models that read tokens alone.
     """
@@ -121,6 +123,7 @@ class ForwardBatch:
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    is_block: bool = False
 
 
 class ModelOutput(NamedTuple):
@@ -136,6 +139,26 @@ class ModelOutput(NamedTuple):
 
     hidden: torch.Tensor
     taps: torch.Tensor | None = None
+
+
+def single_rows(batch: ForwardBatch) -> ForwardBatch:
+    """Returns the rows of blocks as requests of one row each, for attention: causal rows see the
+    same, as the K and V of a layer are all in the pool before it is attended."""
+    count, width = len(batch.q_lens), batch.q_lens[0]
+    assert batch.q_lens == [width] * count, "Blocks of different sizes."
+    key, kv_lens = batch.graph_key, batch.kv_lens.repeat_interleave(width)
+    if key is not None:
+        key = replace(key, tag=DECODE, num_reqs=count * width, width=1)
+    return replace(
+        batch,
+        positions=kv_lens - 1,
+        rows=batch.rows.repeat_interleave(width),
+        q_lens=[1] * (count * width),
+        kv_lens=kv_lens,
+        kv_len_upper_bounds=[it for it in batch.kv_len_upper_bounds for _ in range(width)],
+        graph_key=key,
+        is_block=False,
+    )
 
 
 def dummy_step(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, single_rows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 
@@ -107,7 +107,7 @@ class LayerRuntime:
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
-        self._backend.plan(batch)
+        self._backend.plan(single_rows(batch) if batch.is_block else batch)
 
     @property
     def ranks(self) -> Collectives:
@@ -119,7 +119,7 @@ class LayerRuntime:
         return self._ops.rotation(table, self._positions)
 
     def attend(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Attention of a layer, causal, over the KV of each request and of this step.
+        """Attention of a layer, causal but in blocks, over the KV of each request and this step.
 
         Args:
             layer: index of the layer.
@@ -129,6 +129,17 @@ class LayerRuntime:
         Returns:
             [T, num_heads * head_dim].
         """
+        return self._backend.forward(layer, self._rotated(layer, heads, rotation))
+
+    def store(self, layer: int, keys_values: torch.Tensor, rotation: torch.Tensor) -> None:
+        """Stores K and V of a layer and attends nothing.
+
+        Args:
+            keys_values: [T, 2 * num_kv_heads, head_dim]: k, v, not rotated.
+        """
+        self._rotated(layer, keys_values, rotation)
+
+    def _rotated(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Stores K and V; returns rotated queries."""
         kv = self._kv_pool.kv[layer]
-        q = self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)
-        return self._backend.forward(layer, q)
+        return self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)

@@ -99,6 +99,8 @@ class RoundOptions:
             `trees_of_any_size`.
         trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
             order that any first ones are a tree, and a tier is how many of them there are.
+        block_size: rows of the pass that drafts a chain of any length, of which each needs a slot;
+            None: a draft step has one row.
     """
 
     num_steps: int
@@ -110,9 +112,11 @@ class RoundOptions:
     tile_spec_drafts: float | None = None
     tree: TreeShape | None = None
     trees_of_any_size: bool = False
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         assert not (self.trees_of_any_size and self.has_draft_steps), "Such trees need none."
+        assert self.block_size is None or self.num_steps < self.block_size, "Too many for a block."
         if self.tree is None:
             return
         assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
@@ -176,6 +180,8 @@ class RoundOptions:
 
     def num_draft_slots(self, tier: int) -> int:
         """Slots that the draft steps of a tier need after the rows kept."""
+        if self.block_size is not None:
+            return self.block_size if tier else 0
         return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
 
     @property

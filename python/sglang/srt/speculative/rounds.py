@@ -46,6 +46,7 @@ def measured_rounds(
         max_requests=num_rows,
         can_rest=may_rest and head.config.may_rest,
         drafts_at_once=drafts_at_once,
+        num_free=1 if rounds.block_size is None else 0,
     )
 
 

@@ -115,7 +115,7 @@ class TritonBackend:
         num_shares = 0 if self._prompts else MAX_ROUNDS * self._num_multiprocessors
         size = workspace_size(num_shares, tuning.few.block_m, head_dim)
         self._many_workspace = torch.full((size,), float("nan"), device=self._device)
-        self._uniform: dict[int, torch.Tensor] = {}
+        self._uniform: dict[tuple[int, int], torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
         self._no_items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._few: list[FewRows] = []
@@ -307,12 +307,13 @@ class TritonBackend:
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
         """[count, 4]: the items of any step in which each request feeds q_len rows. They are never
         moved, since graphs hold their address."""
-        if q_len not in self._uniform:
-            requests = range(self._table.shape[0])
+        share = triton.cdiv(count, self._table.shape[0])  # several requests per row are of blocks
+        if (q_len, share) not in self._uniform:
+            requests = range(share * self._table.shape[0])
             values = [number for i in requests for number in (i, i * q_len, q_len, q_len)]
             items = to_device(values, self._device, torch.int32)
-            self._uniform[q_len] = items.view(-1, ITEM_SIZE)
-        return self._uniform[q_len][:count]
+            self._uniform[q_len, share] = items.view(-1, ITEM_SIZE)
+        return self._uniform[q_len, share][:count]
 
     def _few_rows(
         self,
