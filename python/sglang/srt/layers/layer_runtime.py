@@ -86,6 +86,7 @@ class LayerRuntime:
 
     Args:
         ranks: None: one rank holds the model.
+        max_folded: rows that attention may be given as one; see `ForwardBatch.num_folded`.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class LayerRuntime:
         backend: AttentionBackend,
         kv_pool: MHATokenToKVPool,
         ranks: Collectives | None = None,
+        max_folded: int = 1,
     ) -> None:
         self._ranks = ranks
+        self._max_folded, self._num_folded = max_folded, 1
         self._backend = backend
         self._kv_pool = kv_pool
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
@@ -107,7 +110,10 @@ class LayerRuntime:
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
-        self._backend.plan(single_rows(batch) if batch.is_block else batch)
+        if batch.is_block:
+            batch = single_rows(batch, self._max_folded)
+        self._num_folded = batch.num_folded
+        self._backend.plan(batch)
 
     @property
     def ranks(self) -> Collectives:
@@ -129,7 +135,14 @@ class LayerRuntime:
         Returns:
             [T, num_heads * head_dim].
         """
-        return self._backend.forward(layer, self._rotated(layer, heads, rotation))
+        q = self._rotated(layer, heads, rotation)
+        if self._num_folded == 1:
+            return self._backend.forward(layer, q)
+        num_kv_heads, (num_rows, _, head_dim) = self._kv_pool.kv[layer].shape[1] // 2, q.shape
+        shape = num_rows // self._num_folded, self._num_folded, num_kv_heads, -1
+        folded = q.reshape(*shape, head_dim).transpose(1, 2).flatten(1, 3)
+        out = self._backend.forward(layer, folded)
+        return out.view(shape[0], num_kv_heads, shape[1], -1).transpose(1, 2).reshape(num_rows, -1)
 
     def store(self, layer: int, keys_values: torch.Tensor, rotation: torch.Tensor) -> None:
         """Stores K and V of a layer and attends nothing.

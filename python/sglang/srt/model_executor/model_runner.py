@@ -30,6 +30,7 @@ from sglang.srt.step.step_ops import StepOps
 logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
+MAX_FOLDED_HEADS = 64  # query heads of a KV head, of rows that attention is given as one
 READ_ROWS = (1, 2, 16, 17, 32, 33, 64)  # whose logits take kernels of their own
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
@@ -101,8 +102,13 @@ class ModelRunner:
         )
         self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]
+        group = 2 * num_heads // self.kv_pool.kv[0].shape[1]
         self._layers = LayerRuntime(
-            load(self.operations.layers)(self.device), attention, self.kv_pool, ranks
+            load(self.operations.layers)(self.device),
+            attention,
+            self.kv_pool,
+            ranks,
+            max(1, MAX_FOLDED_HEADS // group) if config.capabilities.folds_rows else 1,
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
         self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None

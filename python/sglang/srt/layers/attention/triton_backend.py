@@ -140,6 +140,7 @@ class TritonBackend:
             reads_q_starts=True,
             captures_plans=True,
             reads_kv_starts=True,
+            folds_rows=True,
         )
 
     @property
@@ -160,7 +161,8 @@ class TritonBackend:
         if batch.graph_key is not None:
             self._plan_graph(batch, batch.graph_key, prompts)
         elif len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= self._limits.few:
-            self._plan_uniform(batch.q_lens[0], len(batch.q_lens), max(batch.kv_len_upper_bounds))
+            longest = max(batch.kv_len_upper_bounds)
+            self._plan_uniform(batch.q_lens[0], len(batch.q_lens), longest, batch.num_folded)
         else:
             self._plan_ragged(batch, prompts)
 
@@ -202,10 +204,15 @@ class TritonBackend:
             return self._prompts.plan_graph(batch.graph_key, q_lens, kv_lens)
         return self._prompts.plan(q_lens, kv_lens)
 
-    def _plan_uniform(self, q_len: int, count: int, longest: int) -> None:
-        """Plans `count` requests of the same few rows."""
-        items = self._uniform_items(q_len, count)
-        self._few = [self._few_rows(items, q_len, longest, self._wide_workspace)]
+    def _plan_uniform(self, q_len: int, count: int, longest: int, num_folded: int = 1) -> None:
+        """Plans `count` requests of the same few rows, each with `num_folded` times the heads."""
+        items, most_rows = self._uniform_items(q_len, count), q_len * num_folded
+        if most_rows <= self._limits.few:
+            self._few = [self._few_rows(items, most_rows, longest, self._wide_workspace)]
+        else:  # larger than the workspace is made for
+            size = triton.next_power_of_2(most_rows * self._group)
+            tiles = replace(self._tuning.few, block_m=size)
+            self._few = [FewRows(items, tiles, 1, self._wide_workspace)]
         self._many = ManyRows(self._no_items, self._tuning.extend, None)
 
     def _plan_ragged(self, batch: ForwardBatch, prompts: frozenset[int]) -> None:
@@ -226,7 +233,7 @@ class TritonBackend:
         `prompts` are empty."""
         longest = self._table.shape[1]
         if key.is_uniform and key.width <= self._limits.few:
-            self._plan_uniform(key.width, key.num_reqs, longest)
+            self._plan_uniform(key.width, key.num_reqs, longest, batch.num_folded)
             return
         if key not in self._graph_items:
             limits = self._graph_limits(key)
