@@ -115,8 +115,7 @@ class RoundOptions:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        assert not (self.trees_of_any_size and self.has_draft_steps), "Such trees need none."
-        assert self.block_size is None or self.num_steps < self.block_size, "Too many for a block."
+        assert not self.trees_of_any_size or self.num_steps <= self.num_free, "No draft steps."
         if self.tree is None:
             return
         assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
@@ -131,11 +130,6 @@ class RoundOptions:
     def has_trees(self) -> bool:
         """Tells whether drafts are trees."""
         return self.tree is not None or self.trees_of_any_size
-
-    @property
-    def has_draft_steps(self) -> bool:
-        """Tells whether a model that drafts runs steps of its own."""
-        return self.tree is not None or self.num_steps > self.num_free
 
     @property
     def policy(self) -> type[LengthPolicy]:
@@ -179,10 +173,9 @@ class RoundOptions:
         return tier if self.tree is None else self.tree.num_drafts
 
     def num_draft_slots(self, tier: int) -> int:
-        """Slots that the draft steps of a tier need after the rows kept."""
-        if self.block_size is not None:
-            return self.block_size if tier else 0
-        return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
+        """Slots that the draft steps of a tier above 0 need after the rows kept."""
+        chain = self.block_size or max(0, tier - self.num_free)
+        return chain if self.tree is None else self.tree.num_slots
 
     @property
     def step_width(self) -> StepWidth:

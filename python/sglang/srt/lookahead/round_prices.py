@@ -92,10 +92,8 @@ class MeasuredRounds:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
-        drafts_at_once: the rows of all draft steps are one pass, which reads KV once (P-EAGLE,
-            DFlash).
-        num_free: drafts of a chain from the head's pass over the rows of the target (see
-            `RoundOptions`).
+        drafts_at_once: all draft steps are one pass, which reads KV once (P-EAGLE, DFlash).
+        num_free: drafts of a chain from the head's pass over the rows of the target.
     """
 
     target: PriceTable

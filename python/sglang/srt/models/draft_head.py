@@ -45,8 +45,6 @@ class DraftHead(Model):
     Its tokens, the columns of its logits, are those of the target, or fewer: `to_target_ids`.
 
     Attributes:
-        mask_token_id: of a head that drafts several tokens in one pass, the token of the rows from
-            which it does; None: it drafts one token after the other.
         block_size: of a head that drafts a block of rows that see each other, how many there are,
             that of the certain token included; None: other heads.
 
@@ -55,7 +53,6 @@ class DraftHead(Model):
     """
 
     reads_one_row = True  # the last that the target keeps
-    mask_token_id: int | None = None
     block_size: int | None = None
 
     def __init__(self, config: ModelConfig, max_positions: int, first: AttentionAndMLP) -> None:

@@ -61,7 +61,7 @@ class DFlashDrafter(Drafter):
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
         rounds = parts.options.rounds
-        prices = measured_rounds(parts, rounds.policy.may_rest, drafts_at_once=True)
+        prices = measured_rounds(parts, rounds.policy.may_rest)
         return PlannedDrafter(planner_of_rounds(rounds, parts, prices), cls(parts))
 
     def extend(self, step: ComputedStep) -> None:
