@@ -32,7 +32,8 @@ def write_block_head(
     """`changes` go to its config.json; without an object they are those of `dflash_config`."""
     options = {"mask_token_id": MASK_TOKEN, IDS: [1, 3, 4], **changes.pop("dflash_config", {})}
     config = {**block_config(sizes), "num_hidden_layers": num_layers, **changes}
-    tensors = random_tensors(block_shapes(sizes, num_layers), seed)
+    num_taps = len(options[IDS] or (1, 3, 4))
+    tensors = random_tensors(block_shapes(sizes, num_layers, num_taps), seed)
     return write_head(folder, {**config, "dflash_config": options}, tensors)
 
 
