@@ -28,7 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannerConfig
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.grammar_constraint import with_constraint
-from sglang.srt.scheduling.hidden_file import HiddenFile
+from sglang.srt.scheduling.hidden_file import FileWriter, HiddenFile
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -142,6 +142,7 @@ class Scheduler:
         self._grammars = grammars
         self._arrivals = itertools.count()
         self._seeds = SeedSource(config.random_seed)
+        self._file_writer = FileWriter()
         self.stats = SchedulerStats(
             config.num_draft_steps, config.num_tree_tokens, config.draft_tiers, clock
         )
@@ -280,7 +281,7 @@ class Scheduler:
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
-            hidden_file=HiddenFile.of(message.hidden_file),
+            hidden_file=HiddenFile.of(message.hidden_file, self._file_writer),
             stop_token_ids=stop_ids,
             stop_finder=(
                 self._make_stop_finder(params, message.input_ids) if params.has_stop_texts else None

@@ -103,9 +103,13 @@ class BatchResultProcessor:
         )
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """Ends a request and queues its last output. Its file is complete then."""
-        if req.hidden_file is not None and reason.type != "abort":
-            reason = req.hidden_file.finish(req.num_hidden) or reason
+        """Ends a request and queues its last output. Its file is complete then, or given
+        up."""
+        if req.hidden_file is not None:
+            if reason.type == "abort":
+                req.hidden_file.drop()
+            else:
+                reason = req.hidden_file.finish(req.num_hidden) or reason
         self._lifecycle.finish(req, reason)
         self._queue_output(req)
 

@@ -20,6 +20,7 @@ from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import SharedPrefix
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.token_constraint import TokenConstraint
@@ -127,6 +128,8 @@ class ScheduleBatch:
         logprobs: None when none are wanted.
         hidden_rows: rows whose last hidden states are returned. They may include rows that the
             worker did not feed, whose results mean nothing.
+        shared_prefixes: of requests that decode, where all do and each feeds one row at most; empty
+            where too little is known to be shared.
         constraint: restricts the tokens of requests with a grammar; None: no request has one.
     """
 
@@ -139,6 +142,7 @@ class ScheduleBatch:
     hidden_rows: list[RowRef] = field(default_factory=list)
     constraint: TokenConstraint | None = None
     ended_texts: list[EndedText] = field(default_factory=list)
+    shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
     @cached_property
     def rows(self) -> list[int]:

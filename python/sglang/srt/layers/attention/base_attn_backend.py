@@ -39,6 +39,7 @@ class AttentionCapabilities:
             planned in the capture, and a replay plans nothing.
         reads_kv_starts: it obeys `MHATokenToKVPool.kv_starts`.
         folds_rows: it obeys `ForwardBatch.num_folded`.
+        shares_kv: it gains from `ForwardBatch.shared_prefixes`, in graphs of their own.
     """
 
     devices: frozenset[str]
@@ -50,6 +51,7 @@ class AttentionCapabilities:
     reads_q_starts: bool
     captures_plans: bool
     reads_kv_starts: bool
+    shares_kv: bool = False
     max_mask_entries: int | None = None
     folds_rows: bool = False
 
