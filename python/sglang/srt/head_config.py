@@ -109,6 +109,8 @@ class DraftHeadConfig(ModelConfig):
     @property
     def remark(self) -> str:
         reads = "the last hidden states" if self.taps is None else str(self.taps)
+        if self.mask is not None and self.mask.depths:
+            reads += f", trained with {self.mask.depths}"
         unused = f"; without effect: {', '.join(self.unused)}" if self.unused else ""
         return f"{self.layout.maker}'s layout, reads {reads}{unused}"
 

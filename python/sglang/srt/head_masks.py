@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.head_layouts import DFLASH, MASK_TOKENS, Layout
+from sglang.srt.head_layouts import DFLASH, MASK_DEPTHS, MASK_TOKENS, Layout
 from sglang.srt.model_config import ModelConfig
 
 BLOCK_SIZE, FROM_ANCHOR = "block_size", "sample_from_anchor"
@@ -19,11 +19,14 @@ class MaskInput:
         token_id: in place of the token.
         num_dims: of P-EAGLE's tensor `mask_hidden`, which is in place of the taps: [1, width], or
             [1, 1, width].
+        depths: how many drafts a head of P-EAGLE was trained for, in words of its config.json;
+            empty if that does not say it.
         block_size: rows of a block of DFlash, with that of the certain token; None: P-EAGLE.
     """
 
     token_id: int
     num_dims: int = 0
+    depths: str = ""
     block_size: int | None = None
 
 
@@ -56,7 +59,9 @@ def read_mask_input(
             " that it was trained with"
         )
     if not is_block:
-        return MaskInput(token_id=token_id, num_dims=len(shape))
+        depths = {name: config.integer(name, None, minimum=1) for name in MASK_DEPTHS}
+        words = " and ".join(f"{name} {count}" for name, count in depths.items() if count)
+        return MaskInput(token_id=token_id, num_dims=len(shape), depths=words)
     block_size = config.integer(BLOCK_SIZE, None, minimum=2)
     if block_size is None:
         raise config.refusal(

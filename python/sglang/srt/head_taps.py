@@ -25,8 +25,6 @@ from sglang.srt.head_layouts import (
 )
 from sglang.srt.model_config import ModelConfig
 
-NUM_TAPS = 3
-
 
 class _Ids(NamedTuple):
     """The entries of a kind of heads that name layers.
@@ -108,6 +106,12 @@ def read_taps(config: ModelConfig, entries: Mapping[str, Any], num_layers: int) 
     return taps
 
 
+def usual_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns the layers whose inputs EAGLE-3 heads read of a target of so many layers, unless they
+    say otherwise. A target of few layers may lack some."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def _usual(config: ModelConfig, num_layers: int, count: int) -> tuple[int, ...]:
     """Returns the layers whose inputs heads of a kind usually read.
 
@@ -119,7 +123,7 @@ def _usual(config: ModelConfig, num_layers: int, count: int) -> tuple[int, ...]:
             another number of layers.
     """
     if config.architecture == EAGLE3:
-        return 2, num_layers // 2, num_layers - 3
+        return usual_layers(num_layers)
     of_target = config.integer(NUM_LAYERS, num_layers, minimum=1)
     if of_target != num_layers:
         raise config.refusal(
