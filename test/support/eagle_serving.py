@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from draft_heads import BLOCK_SIZE
 from drafted_serving import Drafted, params_of, prompts
 from drafter_checks import DraftCounter, asking_requests, assert_same
 from eagle_models import CONTEXT, VOCAB, eagle_config_for
@@ -25,7 +26,8 @@ from utils import Setup, make_execution
 
 def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
     """Room for `num_steps` drafts per step, none of them free (`RoundOptions.num_free`)."""
-    values = {"context_len": CONTEXT, "max_decode_rows": 1 + 2 * num_steps, **changes}
+    most = 1 + num_steps + max(num_steps, BLOCK_SIZE)
+    values = {"context_len": CONTEXT, "max_decode_rows": most, **changes}
     return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
 
 

@@ -130,6 +130,12 @@ class FusedLinear(Linear):
         self._sizes = dict(zip(shards, sizes, strict=True))
         self._shard = shard
 
+    def without_first(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """Computes all parts but the first one."""
+        start = self.shard_sizes[0]
+        bias = None if self.bias is None else self.bias[start:]
+        return runtime.linear(x, self.weight[start:], bias)
+
     def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:
         """Returns the rows of `parameter` (weight or bias) that belong to one part."""
         index = self.shards.index(shard)

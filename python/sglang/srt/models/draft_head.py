@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, check_fits
-from sglang.srt.head_tensors import TARGET_TO_DRAFT
+from sglang.srt.head_tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
@@ -45,15 +45,15 @@ class DraftHead(Model):
     Its tokens, the columns of its logits, are those of the target, or fewer: `to_target_ids`.
 
     Attributes:
-        mask_token_id: of a head that drafts several tokens in one pass, the token of the rows from
-            which it does; None: it drafts one token after the other.
+        block_size: of a head that drafts a block of rows that see each other, how many there are,
+            that of the certain token included; None: other heads.
 
     Args:
         first: its first layer.
     """
 
     reads_one_row = True  # the last that the target keeps
-    mask_token_id: int | None = None
+    block_size: int | None = None
 
     def __init__(self, config: ModelConfig, max_positions: int, first: AttentionAndMLP) -> None:
         super().__init__()
@@ -74,10 +74,17 @@ class DraftHead(Model):
         self.register_buffer("hot_ids", torch.empty(0), persistent=False)
         if config.hot_token_ids:
             self.hot_head = Linear(size, len(config.hot_token_ids), bias=False)
+        self.d2t: torch.Tensor | None  # [draft_vocab_size] int64
+        self.register_buffer(DRAFT_TO_TARGET, None)
+        if config.draft_vocab_size is not None:
+            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            self.register_buffer(DRAFT_TO_TARGET, offsets)
+        may_miss = {DRAFT_TO_TARGET} if config.draft_vocab_size == config.vocab_size else set()
         self.checkpoint_names = CheckpointNames(
             prefixes=(*config.names, *_upper_norms(config.num_layers)),
             only=config.only,
             ignored=frozenset({TARGET_TO_DRAFT}),
+            zero_if_missing=frozenset(may_miss),
             computed=frozenset() if self.hot_head is None else frozenset({HOT_HEAD}),
             borrowed=OF_TARGET,
             lender=config.target,
@@ -96,6 +103,24 @@ class DraftHead(Model):
         self.hot_ids = torch.tensor(self._config.hot_token_ids, dtype=torch.int64)
         for name in self.checkpoint_names.zero_if_missing:
             self.state_dict(keep_vars=True)[name].zero_()
+        if self.d2t is not None:
+            self.d2t.zero_()  # without a file
+
+    def problem_of(self, name: str, values: torch.Tensor) -> str | None:
+        if name != DRAFT_TO_TARGET:
+            return None
+        ids = values.long() + torch.arange(len(values), device=values.device)
+        wrong = torch.nonzero((ids < 0) | (ids >= self._config.vocab_size))
+        if len(wrong):
+            first = int(wrong[0])
+            return (
+                f"that makes token {int(ids[first])} of the target of draft token {first}, but"
+                f" vocab_size is {self._config.vocab_size}"
+            )
+        tokens, counts = ids.unique(return_counts=True)
+        if len(tokens) < len(ids):
+            return f"that makes token {int(tokens[counts > 1][0])} of the target of several tokens"
+        return None
 
     def attach(self, target: CausalLM) -> None:
         """Shares the target's embedding and output head, where it has none of its own: the modules,
@@ -148,14 +173,32 @@ class DraftHead(Model):
     ) -> ModelOutput:
         assert not capture.layers, "A head has no layers to tap."
         hidden = hidden_of(batch, (self.hidden_width, self.draft_hidden_width))
+        x, residual = self.first_input(self._embedded(batch, runtime), hidden, runtime)
+        x, residual = self._through_layers(x, residual, batch, runtime, capture)
+        return ModelOutput(self.carried(x, residual, runtime))
+
+    def _embedded(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
+        """Returns the embedding of each row's token, [T, hidden_size]."""
         embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        x, residual = self.first_input(embed(batch.input_ids, runtime), hidden, runtime)
+        embedded: torch.Tensor = embed(batch.input_ids, runtime)
+        return embedded
+
+    def _through_layers(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        runtime: LayerRuntime,
+        capture: HiddenCapture,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors whose sum is the last layer's output, of the rows that are wanted; of
+        what the first layer reads, and the residual (None: the same)."""
         rotation, last = runtime.rotation(self.rotary.table), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             wanted = batch.read_index if index == last and not capture.all_rows else None
             x, residual = layer(x, residual, rotation, runtime, wanted)
         assert residual is not None  # there is a layer
-        return ModelOutput(self.carried(x, residual, runtime))
+        return x, residual
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         head = self._output if self.hot_head is None else self.hot_head
@@ -163,10 +206,14 @@ class DraftHead(Model):
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of this head's tokens, int64 of any shape."""
+        if self.d2t is not None:
+            return ids + self.d2t[ids]
         return ids if self.hot_head is None else self.hot_ids[ids]
 
     def target_ids(self) -> torch.Tensor | None:
         """The target's id of each of this head's tokens, [H] int64; None if they are the same."""
+        if self.d2t is not None:
+            return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         return None if self.hot_head is None else self.hot_ids
 
 
