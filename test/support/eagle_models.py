@@ -37,19 +37,21 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
+from thread_ranks import NUM_RANKS
 from utils import make_random_llama
 
 STANDALONE = "STANDALONE"
 VOCAB, HIDDEN, CONTEXT, HEAD_CONTEXT = 24, 32, 128, 16
 FOREIGN = (3, 14)
 SIZES = Sizes(HIDDEN, 48, 2, 2, 16, VOCAB, VOCAB - len(FOREIGN))
+NOISE = 0.028 if NUM_RANKS == 1 else 0.036  # of as many KV heads as ranks
 OUTPUTS = ("o_proj.weight", "down_proj.weight")
 EMBEDDING, OUTPUT_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ATTENTION = "midlayer.self_attn."
 
 
 def write_target(
-    path: Path, seed: int = 0, noise: float = 0.028, num_layers: int = 8, hidden: int = HIDDEN
+    path: Path, seed: int = 0, noise: float = NOISE, num_layers: int = 8, hidden: int = HIDDEN
 ) -> Path:
     """A Llama of 8 layers: but for them token t would be followed by t + 7, and all sequences would
     go round. The first number of each embedding is 1."""
@@ -61,7 +63,7 @@ def write_target(
         intermediate_size=48,
         num_hidden_layers=num_layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=NUM_RANKS,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         initializer_range=0.3,

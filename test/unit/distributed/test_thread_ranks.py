@@ -66,17 +66,13 @@ class Serving:
         make: Callable[[RunnerGroup], TpModelWorker] = plain,
     ) -> None:
         execution = make_execution(path, setup, max_decode_rows=MTP_MAX_ROWS)
-        self.ranks = ThreadRanks(execution, num_ranks, make)
+        self.ranks = ThreadRanks(execution, num_ranks)
+        self.ranks.serve(make)
         worker, resources = self.ranks.worker, self.ranks.resources
         self.harness = SchedulerHarness(setup, worker, resources=resources)
 
     def end(self) -> None:
-        """The ranks have equal rows, which no token was sent for."""
         self.ranks.settle()
-        first, *others = (rank.worker._state for rank in self.ranks.ranks)
-        for rows in others:
-            for name in ("tokens", "num_tokens", "committed", "pending_lens"):
-                assert torch.equal(vars(rows)[name], vars(first)[name]), name
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def test_tokens_are_those_without_a_drafter_whichever_drafts_are_left_out(
     budgets = RandomBudgets(CASES.index(case))
     with budgets.chosen():
         harness = tiled(paths, kind, num_steps, tmp_path, **changes)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         serve(harness, right_tokens(paths["target"]), disturb, seed=CASES.index(case))
     harness.check()
     assert harness.seen["cut steps"] > 10
@@ -99,7 +99,7 @@ def test_no_seed_of_random_counts_aborts_and_retractions_changes_a_token(
     budgets = RandomBudgets(seed)
     with budgets.chosen():
         harness = tiled(paths, KINDS[seed % 2], 3, tmp_path, **changes)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         serve(harness, right_tokens(paths["target"]), disturb, seed=seed)
     harness.check()
     assert harness.seen["cut steps"] > 5
@@ -118,7 +118,8 @@ def test_counts_of_0_and_of_all_drafts_are_in_one_step(
     budgets = RandomBudgets(0)
     with budgets.chosen():
         harness = tiled(paths, EAGLE, 3, tmp_path)
-        harness.listeners += [note, budgets.scramble]
+        harness.listeners.append(note)
+        harness.scramblers.append(budgets.scramble)
         serve(harness, right_tokens(paths["target"]))
     assert any({0, 3} <= {*counts} for counts in fed)
     assert any({1, 2} & {*counts} for counts in fed)

@@ -103,7 +103,7 @@ def test_tokens_are_those_without_a_drafter_whichever_nodes_are_left_out(
     budgets = RandomBudgets(CASES.index(case))
     with budgets.chosen():
         harness = tiled(paths, tmp_path, shape=shape, **changes)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         ids = serve(harness, right_tokens(paths["target"]), disturb, seed=CASES.index(case))
     if case["retract_interval"]:
         assert any(harness.outputs[req_id].num_retractions for req_id in ids)
@@ -127,7 +127,7 @@ def test_no_seed_of_random_shapes_aborts_and_retractions_changes_a_token(
     with budgets.chosen():
         interval = chooser.choice([0, 3, 5])
         harness = tiled(paths, tmp_path, KINDS[seed % 2], shape, retract_interval=interval)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         serve(harness, right_tokens(paths["target"]), disturb, seed=seed)
     assert harness.seen["cut steps"] > 5
 
