@@ -50,9 +50,9 @@ class Drafted(SchedulerHarness):
         **worker_options: Any,
     ) -> None:
         self.scramblers: list[Callable[[ComputedStep], None]] = []
-        tell = worker_options.pop("on_step", None)
-        self._steps = EqualSteps(tell, self.scramblers)
-        on_step = self._steps if tell or isinstance(group, RunnersOfRanks) else None
+        tell, has_ranks = worker_options.pop("on_step", None), isinstance(group, RunnersOfRanks)
+        self._steps = EqualSteps(tell, has_ranks, self.scramblers)
+        on_step = self._steps if tell or has_ranks else None
         options = {"checks_kv": checks_kv, "on_step": on_step, **worker_options}
         at_work = put_to_work(group, lambda group: _made_worker(group, drafter, **options))
         self._meet, self._steps.first = at_work.meet, at_work.first._state

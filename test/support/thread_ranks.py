@@ -208,6 +208,7 @@ class EqualSteps:
 
     Args:
         tell: is told of the first rank's steps.
+        compares: there are several ranks.
         scramblers: change each rank's rows alike.
 
     Attributes:
@@ -217,9 +218,11 @@ class EqualSteps:
     def __init__(
         self,
         tell: Callable[[ComputedStep], object] | None,
+        compares: bool,
         scramblers: Sequence[Callable[[ComputedStep], None]] = (),
     ) -> None:
         self._tell = tell
+        self._compares = compares
         self._scramblers = scramblers
         self._notes: dict[int, list[int]] = {}
         self.first: RequestRows
@@ -228,7 +231,7 @@ class EqualSteps:
         for scramble in self._scramblers:
             scramble(step)
         state = step.state
-        if NUM_RANKS > 1 or state is not self.first:
+        if self._compares:
             self._notes.setdefault(id(state), []).append(_digest(state))
         return self._tell(step) if self._tell and state is self.first else None
 
