@@ -58,7 +58,8 @@ class Drafted(SchedulerHarness):
         self._meet, self._steps.first = at_work.meet, at_work.first._state
         self.drafter: Any = at_work.first._drafter
         self.planner: Any = at_work.first._planner
-        super().__init__(setup, at_work.steps, resources=at_work.resources)
+        self.resources = at_work.resources
+        super().__init__(setup, at_work.steps, resources=self.resources)
 
     def send(self, kind: type, **fields: Any) -> None:
         reply = self.call(kind(call_id=next(_call_ids), **fields), max_steps=10_000)

@@ -21,7 +21,7 @@ from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import PriceTable
-from thread_ranks import runners_of
+from thread_ranks import NUM_RANKS, runners_of
 from utils import Setup, make_execution
 
 
@@ -55,8 +55,10 @@ def executions_for(
     return execution, *drafter_models(drafter, execution)
 
 
-def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> RunnerGroup:
-    return runners_of(*executions_for(target, drafter, setup))
+def group_for(
+    target: Path, drafter: DrafterConfig | None, setup: Setup, num_ranks: int = NUM_RANKS
+) -> RunnerGroup:
+    return runners_of(*executions_for(target, drafter, setup), num_ranks=num_ranks)
 
 
 class Served(Drafted):

@@ -152,6 +152,8 @@ def _started(rank: ThreadRank, queue: Frames) -> Future[None]:
             follow(rank.worker, receive, calls_of(rank.runners, rank.group))
         except BaseException as error:  # noqa: BLE001 - whoever meets it raises it
             future.set_exception(error)
+            if not isinstance(error, _End):
+                del rank.group._group  # the others lose this rank, and wait for it no longer
 
     future: Future[None] = Future()
     threading.Thread(target=run, daemon=True, name=f"rank {rank.group.shard.rank}").start()
@@ -239,6 +241,7 @@ class EqualSteps:
         """After `ThreadRanks.meet`."""
         first, *others = self._notes.values() or [[]]
         assert all(notes == first for notes in others), "The ranks' rows differ."
+        self._notes.clear()
 
 
 def _digest(state: RequestRows) -> int:

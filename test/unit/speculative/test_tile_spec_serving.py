@@ -186,7 +186,7 @@ def test_probabilities_of_drafts_that_are_no_numbers_change_no_token(
 
     with free_drafts():
         harness = tiled(paths, EAGLE, 3, tmp_path, prices=DEAR_ROWS)
-    harness.listeners.append(spoil)
+    harness.scramblers.append(spoil)
     serve(harness, right_tokens(paths["target"]))
     harness.check()
     assert harness.seen["cut steps"] > 10

@@ -139,10 +139,12 @@ def test_none_all_and_some_nodes_are_verified_in_one_step(
     fed, most = list[list[int]](), WIDE.num_drafts
     budgets = RandomBudgets(0)
 
-    def note(step: ComputedStep) -> None:
+    def spread(step: ComputedStep) -> None:
         confidence = step.state.confidence
         assert confidence is not None
         confidence.drafts[::2], confidence.drafts[1::2] = 0.99, 0.1
+
+    def note(step: ComputedStep) -> None:
         lookahead = step.chosen.layout.lookahead
         if step.plan.counts.packed is None or lookahead is None:
             return
@@ -159,6 +161,7 @@ def test_none_all_and_some_nodes_are_verified_in_one_step(
 
     with budgets.chosen():
         harness = tiled(paths, tmp_path)
+        harness.scramblers.append(spread)
         harness.listeners.append(note)
         serve(harness, right_tokens(paths["target"]))
     assert any({0, most} <= {*counts} for counts in fed)
@@ -223,7 +226,7 @@ def test_scores_that_are_no_numbers_change_no_token(paths: dict[str, Path], tmp_
 
     with free_drafts():
         harness = tiled(paths, tmp_path)
-    harness.listeners.append(spoil)
+    harness.scramblers.append(spoil)
     serve(harness, right_tokens(paths["target"]))
     assert harness.seen["cut steps"] > 10
 
