@@ -187,7 +187,7 @@ def test_tokens_are_those_without_a_drafter(
 def test_tokens_are_those_of_one_rank_up_to_near_ties(paths: Paths) -> None:
     """Sums of ranks are rounded otherwise."""
     chooser = random.Random(1)
-    asked = [[chooser.randrange(VOCAB) for _ in range(2 + n % 30)] for n in range(60)]
+    asked = [[chooser.randrange(VOCAB) for _ in range(2 + n % 30)] for n in range(50)]
     gaps = LogprobOptions(start_len=-1, top_num=2)
     greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16}
     told = []
