@@ -140,7 +140,7 @@ def write_draft(path: Path, seed: int = 1, noise: float = 0.1) -> Path:
 
 def write_models(folder: Path, num_ranks: int = NUM_RANKS) -> dict[str, Path]:
     """The target, with KV heads for so many ranks, a head of each kind, and a draft model."""
-    noise = 0.028 if num_ranks == 1 else 0.031
+    noise = 0.028 if num_ranks == 1 else 0.036
     target = write_target(folder / "target", noise=noise, num_ranks=num_ranks)
     return {
         "target": target,

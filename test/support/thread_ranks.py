@@ -4,7 +4,8 @@ sums through gloo, as between processes.
     TEST_RANKS=2 pytest test/unit/speculative/test_eagle.py
 
 runs what steps real models there over ranks. After each check all ranks must have had the same
-device rows, drafts among them, after every step.
+device rows, drafts among them, after every step. The models are others there, so that a few tests
+see fewer drafts of a kind (right, wrong, on another branch) than they ask for, and fail by that.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class ThreadRanks:
     Args:
         execution: of the whole model.
         others: of the drafter's models.
+        group: of each rank.
 
     Attributes:
         runners: of each rank.
@@ -72,13 +74,17 @@ class ThreadRanks:
     """
 
     def __init__(
-        self, execution: ExecutionConfig, num_ranks: int, others: Sequence[ExecutionConfig] = ()
+        self,
+        execution: ExecutionConfig,
+        num_ranks: int,
+        others: Sequence[ExecutionConfig] = (),
+        group: type[RankGroup] = RankGroup,
     ) -> None:
-        self._num_ranks = num_ranks
+        self._num_ranks, make_group = num_ranks, group
         with tempfile.TemporaryDirectory() as folder:
 
             def start(rank: int) -> tuple[RankGroup, RunnerGroup]:
-                group = RankGroup(Shard(rank, num_ranks), Path(folder, "ranks"))
+                group = make_group(Shard(rank, num_ranks), Path(folder, "ranks"))
                 model = replace(execution.model, shard=group.shard)
                 return group, make_runners(replace(execution, model=model), *others, ranks=group)
 
