@@ -132,12 +132,16 @@ def abort(harness: Drafted, chooser: random.Random) -> None:
 
 
 def serve(
-    harness: Drafted, right: list[list[int]], disturb: Disturb = nothing, seed: int = 0
+    harness: Drafted,
+    right: list[list[int]],
+    disturb: Disturb = nothing,
+    seed: int = 0,
+    num_turns: int = 2,
 ) -> list[int]:
-    """All prompts twice, some arriving while others run; answers are compared. Gives the numbers of
-    the requests."""
+    """All prompts in each turn, some arriving while others run; answers are compared. Gives the
+    numbers of the requests."""
     chooser, ids = random.Random(seed), []
-    for _ in range(2):
+    for _ in range(num_turns):
         for index, prompt in enumerate(prompts()):
             ids.append(harness.submit(prompt, **params_of(index)))
             if chooser.random() < 0.4:
@@ -147,7 +151,7 @@ def serve(
             harness.step()
             disturb(harness, chooser)
     harness.check()
-    for req_id, tokens in zip(ids, right * 2, strict=True):
+    for req_id, tokens in zip(ids, right * num_turns, strict=True):
         outcome = harness.outputs[req_id]
         assert outcome.num_ends == 1
         assert outcome.finish_reason is not None

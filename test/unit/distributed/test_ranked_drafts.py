@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from draft_heads import EAGLE, EAGLE3, FILE, P_EAGLE
-from drafted_serving import VOCAB, Drafted, abort, nothing, params_of, pause, prompts, serve
+from drafted_serving import VOCAB, Drafted, nothing, params_of, pause, prompts, serve
 from drafter_checks import DraftCounter, asking_requests, assert_same
 from eagle_models import (
     EMBEDDING,
@@ -145,7 +145,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "chunked_prefill_size": (6, 2048),
     "page_size": (1, 16),
     "chooses": (False, True),
-    "disturb": (nothing, pause, abort),
+    "disturb": (nothing, pause),
 }
 CASES = pairwise_cases(CHOICES)
 
@@ -180,8 +180,8 @@ def test_tokens_are_those_without_a_drafter(
             choose_in_turn(served)
         if isinstance(served.planner.policy, JumpingTier):
             served.planner.policy.may_lack = True
-        serve(served, right, disturb, seed)
-    assert served.seen["fed"] > served.seen["confirmed"] > 5, served.seen
+        serve(served, right, disturb, seed, num_turns=1)
+    assert served.seen["fed"] > served.seen["confirmed"] > 0, served.seen
 
 
 def test_tokens_are_those_of_one_rank_up_to_near_ties(paths: Paths) -> None:
@@ -189,7 +189,7 @@ def test_tokens_are_those_of_one_rank_up_to_near_ties(paths: Paths) -> None:
     chooser = random.Random(1)
     asked = [[chooser.randrange(VOCAB) for _ in range(2 + n % 30)] for n in range(50)]
     gaps = LogprobOptions(start_len=-1, top_num=2)
-    greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16}
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12}
     told = []
     for num_ranks in (1, NUM_RANKS):
         served = Ranked(paths["target"], None, setup_for(0), num_ranks=num_ranks)
@@ -248,7 +248,7 @@ def test_updates_of_the_target_and_of_its_head_reach_all_ranks(paths: Paths) -> 
     embedding is that it borrows."""
     drafter = model_of(paths, EAGLE)
     served = Ranked(paths["target"], drafter, setup_of(drafter))
-    serve(served, right_tokens(paths["target"]))
+    serve(served, right_tokens(paths["target"]), num_turns=1)
     target, later, head, other = (
         load_file(next(paths[name].glob("*.safetensors")))
         for name in ("target", "later", EAGLE, "other")
@@ -267,8 +267,8 @@ def test_updates_of_the_target_and_of_its_head_reach_all_ranks(paths: Paths) -> 
     assert served.ask(UpdateWeightsReq, source=both).success
     assert not served.ask(CheckWeightsReq, action="compare", selector="draft").success
     served.seen.clear()
-    serve(served, right_tokens(paths["later"]))
-    assert served.seen["confirmed"] > 30, served.seen
+    serve(served, right_tokens(paths["later"]), num_turns=1)
+    assert served.seen["confirmed"] > 20, served.seen
     for each in heads_of(served):
         assert each.hot_head.weight.equal(later[OUTPUT_HEAD][ids])
         assert each.fc.weight.equal(other["fc.weight"])  # type: ignore[union-attr]
@@ -276,7 +276,7 @@ def test_updates_of_the_target_and_of_its_head_reach_all_ranks(paths: Paths) -> 
     assert not update(served, paths["target"], "target")
     assert not update(served, paths[EAGLE], "all", "draft.")
     assert served.ask(CheckWeightsReq, action="compare", selector="all").success
-    serve(served, right_tokens(paths["target"]))
+    serve(served, right_tokens(paths["target"]), num_turns=1)
 
 
 @pytest.mark.long_matrix
@@ -291,4 +291,4 @@ def test_memory_is_released_and_taken_again_by_all_ranks(paths: Paths, kind: str
     served.resources.memory[WEIGHTS_TAG].release()
     assert all(runner.weights.is_released for runner in second.runners)
     served.resources.memory[WEIGHTS_TAG].restore()
-    serve(served, right)
+    serve(served, right, num_turns=1)
