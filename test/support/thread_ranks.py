@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,7 +37,7 @@ from sglang.srt.workers.broadcast_worker import BroadcastWorker, follow
 from sglang.srt.workers.tp_worker import TpModelWorker
 
 NUM_RANKS = int(os.environ.get("TEST_RANKS", "1"))  # of what `runners_of` makes
-WAIT_S = 60.0
+WAIT_S, END_S = 60.0, 5.0
 EQUAL_ROWS = ("tokens", "num_tokens", "committed", "pending_lens")
 
 T = TypeVar("T")
@@ -103,6 +104,7 @@ class ThreadRanks:
         self._queues: list[Frames] = [SimpleQueue() for _ in others]
         self._following = [_started(*each) for each in zip(others, self._queues, strict=True)]
         weakref.finalize(self, _end, self._queues)
+        _serving.add(self)
         self.worker = BroadcastWorker(first.worker, self._send)
         own = make_resources(first.runners)
         self.resources: ModelResources = resources_of_ranks(own, first.group, self._send)
@@ -128,14 +130,31 @@ class ThreadRanks:
     def settle(self) -> None:
         """Ends the others after `meet`."""
         self.meet()
-        _end(self._queues)
+        self.end()
         for future in self._following:
             assert isinstance(future.exception(WAIT_S), _End), future.exception()
+
+    def end(self) -> None:
+        """Ends the others, unless they wait for the first one in the middle of a step."""
+        _end(self._queues)
+        for future in self._following:
+            with suppress(TimeoutError):
+                future.exception(END_S)
 
     def _send(self, frame: bytes) -> None:
         self.num_frames += 1
         for queue in self._queues:
             queue.put(frame)
+
+
+_serving: weakref.WeakSet[ThreadRanks] = weakref.WeakSet()
+
+
+def end_all_ranks() -> None:
+    """Ends what a test has left: their threads would free memory later, when others count it."""
+    for ranks in [*_serving]:
+        ranks.end()
+    _serving.clear()
 
 
 def _end(queues: list[Frames]) -> None:

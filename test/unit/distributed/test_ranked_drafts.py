@@ -51,7 +51,7 @@ from sglang.srt.speculative.drafter_configs import PairConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import PriceTable
-from thread_ranks import RunnersOfRanks
+from thread_ranks import RunnersOfRanks, end_all_ranks
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 from utils import Setup
 
@@ -154,6 +154,7 @@ CASES = pairwise_cases(CHOICES)
 def policies() -> Iterator[None]:
     with jumping_tiers():
         yield
+    end_all_ranks()
 
 
 def setup_of(drafter: DrafterConfig, **changes: Any) -> Setup:

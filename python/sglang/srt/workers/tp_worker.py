@@ -137,7 +137,6 @@ class TpModelWorker:
         copied = None if lens is None else HostCopy([lens.clone()])
         self._planner.admit(batch.new_rows)
         plan = self._planner.plan(batch, self._known_lens(copied))
-        self._prepare(batch, plan)
         scores = None
         if plan.wants_scores:
             assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
@@ -148,16 +147,11 @@ class TpModelWorker:
     def follow(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         """Runs a step that another process has decided (`begin`), without a result."""
         self._admit(batch)
-        self._prepare(batch, plan)
         self.run(batch, StepRecord(rows=batch.rows, plan=plan))
 
     def _admit(self, batch: ScheduleBatch) -> None:
         self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
-
-    def _prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
-        self._left_out.prepare(batch, plan)
-        self._drafter.prepare(batch, plan)
 
     def _known_lens(self, copied: HostCopy | None) -> list[int] | None:
         """Returns lengths by row, from before this step on a CPU. A GPU still computes the step
@@ -171,6 +165,8 @@ class TpModelWorker:
     def run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
         """Executes a step that has begun."""
         plan = record.plan
+        self._left_out.prepare(batch, plan)
+        self._drafter.prepare(batch, plan)
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
             return self._run_pieces(batch, record)
