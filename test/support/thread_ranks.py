@@ -12,6 +12,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
+import torch
+
+from recorded_graphs import graph_being_recorded
 from sglang.srt.control.control import ModelResources
 from sglang.srt.distributed.group import RankGroup
 from sglang.srt.model_executor.execution_config import ExecutionConfig
@@ -39,23 +42,58 @@ class _End(Exception):
     """Ends a thread that follows."""
 
 
+class LoggedGroup(RankGroup):
+    """A rank whose collectives are noted, also those of the replays of recorded graphs.
+
+    Attributes:
+        log: kind, shape and type of each, in order.
+    """
+
+    def __init__(self, shard: Shard, meeting_point: Path) -> None:
+        self.log: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        super().__init__(shard, meeting_point)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._noted("sum", x, lambda: super(LoggedGroup, self).all_reduce(x))
+
+    def all_gather(self, parts: torch.Tensor, x: torch.Tensor) -> None:
+        self._noted("join", x, lambda: super(LoggedGroup, self).all_gather(parts, x))
+
+    def _noted(self, kind: str, x: torch.Tensor, work: Callable[[], None]) -> None:
+        def run() -> None:
+            self.log.append((kind, tuple(x.shape), x.dtype))
+            work()
+
+        run()
+        if (graph := graph_being_recorded()) is not None:
+            graph.record(run, (), {}, None)
+
+
 class ThreadRanks:
     """Ranks that hold a model together.
 
     Args:
         execution: of the whole model.
         make: makes each rank's worker.
+        group: of each rank.
 
     Attributes:
         ranks: the first one runs in the thread of the test.
     """
 
-    def __init__(self, execution: ExecutionConfig, num_ranks: int, make: MakeWorker) -> None:
+    def __init__(
+        self,
+        execution: ExecutionConfig,
+        num_ranks: int,
+        make: MakeWorker,
+        group: type[RankGroup] = RankGroup,
+    ) -> None:
+        make_group = group
         self._pool = ThreadPoolExecutor(num_ranks)
         with tempfile.TemporaryDirectory() as folder:
 
             def start(rank: int) -> ThreadRank:
-                group = RankGroup(Shard(rank, num_ranks), Path(folder, "ranks"))
+                group = make_group(Shard(rank, num_ranks), Path(folder, "ranks"))
                 model = replace(execution.model, shard=group.shard)
                 runners = make_runners(replace(execution, model=model), ranks=group)
                 return ThreadRank(group, runners, make(runners))
