@@ -52,7 +52,6 @@ def measure(
         sglang.Engine(
             model_path=folder,
             tokenizer_path=str(resolve_model_path("demo")),
-            max_running_requests=max(sizes),
             speculative_algorithm="EAGLE",
             speculative_draft_model_path=head,
             speculative_num_steps=NUM_STEPS,

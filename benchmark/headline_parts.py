@@ -123,7 +123,6 @@ def measure_plain(setting: Setting) -> Found:
             model_path=folder,
             tokenizer_path=str(resolve_model_path("demo")),
             load_format="dummy",
-            max_running_requests=long_prompts.MAX_RUNNING,
             log_level="error",
         ) as engine,
     ):

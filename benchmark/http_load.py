@@ -20,7 +20,6 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmark.engine_load import random_prompts
-from benchmark.measure.long_prompts import MAX_RUNNING
 from benchmark.sse_client import StreamClient, StreamedAnswer
 from sglang.benchmark.metrics import percentile
 from sglang.srt.model_config import resolve_model_path
@@ -121,5 +120,4 @@ def server_command(folder: str) -> list[str]:
     return [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", folder),
         *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
-        *("--max-running-requests", str(MAX_RUNNING)),
     ]

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmark.command import make_parser, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
-from benchmark.measure.long_prompts import CONTEXT_LEN, MAX_RUNNING
+from benchmark.measure.long_prompts import CONTEXT_LEN
 from benchmark.measure.long_prompts import DECODE_INPUT_LEN as INPUT_LEN
 from benchmark.random_model import GEOMETRIES, Geometry, random_head, random_model
 from sglang.bench_one_batch import OneBatch
@@ -298,10 +298,10 @@ def flags_of(arguments: argparse.Namespace, head: str) -> dict[str, Any]:
         head: folder of an EAGLE head.
     """
     if arguments.prompts:
-        return {"max_running_requests": MAX_RUNNING}
+        return {}
     drafter = {**EAGLE, "speculative_draft_model_path": head} if arguments.eagle else {}
     return {
-        "max_running_requests": max(MAX_RUNNING, *arguments.batch_sizes),
+        "max_running_requests": max(ServerArgs.max_running_requests, *arguments.batch_sizes),
         "chunked_prefill_size": CHUNK,
         "context_length": 2048 if arguments.mtp else 1024,
         "mtp_mask_token_id": MASK_TOKEN if arguments.mtp else None,

@@ -1,6 +1,6 @@
 """How long do prompts of a thousand tokens and more take? The loads of docs/performance.md.
 
-One Engine with the server's default flags (128 running, radix cache on) in a large geometry with
+One Engine with the server's default flags (radix cache on) in a large geometry with
 random weights, greedy. Every run has fresh random prompts, so nothing is found in the cache but
 what prompts of one run share. Each case is warmed up by one run of few prompts that does not count;
 its figure is the median of the others. A decode step is
@@ -29,7 +29,6 @@ from sglang.srt.model_config import resolve_model_path
 from sglang.srt.server_args import ServerArgs
 
 CONTEXT_LEN = 32768
-MAX_RUNNING = 128
 DECODE_INPUT_LEN, DECODE_OUTPUT_LEN = 128, 256
 WARM_PROMPT_TOKENS, WARM_OUTPUT_LEN = 1 << 16, 8
 APART = 0.01
@@ -175,7 +174,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
     add("--device", default="auto")
     add("--attention-backend")
-    add("--max-running-requests", type=int, default=MAX_RUNNING, help="the server's flag")
+    add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
     add_schedule_options(parser)
     return parser.parse_args(argv)
 

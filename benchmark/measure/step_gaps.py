@@ -25,7 +25,7 @@ from benchmark.command import make_parser, store, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import MAX_GAP_RATIO
-from benchmark.measure.long_prompts import CONTEXT_LEN, MAX_RUNNING
+from benchmark.measure.long_prompts import CONTEXT_LEN
 from benchmark.random_model import GEOMETRIES, random_model
 from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
@@ -174,7 +174,6 @@ def measure_value(
         load_format="dummy",
         device=arguments.device,
         attention_backend=arguments.attention_backend,
-        max_running_requests=MAX_RUNNING,
         log_level="error",
         **flags,
     )

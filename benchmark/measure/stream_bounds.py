@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmark.command import in_turn, make_parser, ratios, store, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
-from benchmark.measure.long_prompts import CONTEXT_LEN, MAX_RUNNING
+from benchmark.measure.long_prompts import CONTEXT_LEN
 from benchmark.measure.step_gaps import gaps_ms
 from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
@@ -245,7 +245,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ways", nargs="+", default=ways, help=f"bounds in ms, `{CHUNKS} N`, `{TOGETHER} MS`")
     add("--rounds", type=int, default=2, help="of streams; 0 for none")
     add("--list-rounds", type=int, default=2, help="of lists; 0 for none")
-    add("--clients", type=int, default=MAX_RUNNING, help="streams at once")
+    add("--clients", type=int, default=128, help="streams at once")
     add("--num-requests", type=int, default=512)
     add("--input-len", type=int, default=512)
     add("--output-len", type=int, default=128)
@@ -278,7 +278,7 @@ def main() -> None:
                 load_format="dummy",
                 device=arguments.device,
                 max_step_ms=arguments.max_step_ms,
-                max_running_requests=MAX_RUNNING + 1,  # a list, and a stream beside it
+                max_running_requests=arguments.clients + 1,  # a list, and a stream beside it
                 disable_radix_cache=True,
                 log_level="error",
             ),

@@ -148,7 +148,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     )
     max_total_tokens: int | None = flag(None, "KV pool size in tokens; default: from memory.")
     page_size: int = flag(1, "KV slots per page.")
-    max_running_requests: int = flag(64, "Requests in the running batch at most.")
+    max_running_requests: int = flag(256, "Requests in the running batch at most.")
     max_queued_requests: int | None = flag(
         None, "Waiting requests; one more is answered with 503. Default: any number may wait."
     )

@@ -240,11 +240,10 @@ def _plain_keys(
 
 
 def decode_sizes(max_requests: int) -> list[int]:
-    """Returns 1, 2, 4, then every eighth up to `max_requests`."""
-    return sorted(
-        {size for size in (1, 2, 4, max_requests) if size <= max_requests}
-        | set(range(8, max_requests + 1, 8))
-    )
+    """Returns 1, 2, 4, then every eighth up to 128, every 16th up to 256, every 32nd beyond, and
+    `max_requests` itself."""
+    sizes = {1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, max_requests, 32)}
+    return sorted({size for size in sizes if size < max_requests} | {max_requests})
 
 
 def _powers_of_two(limit: int) -> list[int]:

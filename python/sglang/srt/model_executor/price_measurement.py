@@ -13,7 +13,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -131,17 +131,6 @@ class PriceMeter:
         """Returns the milliseconds of a graph, the least of several runs after a first one."""
         return min(self._times_ms(self._replay(key), repeats))
 
-    @torch.inference_mode()
-    def confirmed(self, graphs_ms: Mapping[GraphKey, float]) -> dict[GraphKey, float]:
-        """Returns prices of graphs, with those timed again that steps would not replay, since a
-        larger graph seems to cost less: they may have met a slow moment."""
-        found = dict(graphs_ms)
-        for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
-            larger_ms = min(found[other] for other in found if _has_room(other, key))
-            if larger_ms < found[key] * (1 - LEAST_SAVING):
-                found[key] = min(found[key], self.graph_ms(key, 1))
-        return found
-
     # ------------------------------------------------------------ time
 
     def _agree(self, number: float) -> float:
@@ -177,9 +166,15 @@ class PriceMeter:
     # ------------------------------------------------------------ what is timed
 
     def _graphs(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
-        """Measures the milliseconds of each graph."""
+        """Measures the milliseconds of each graph. Those that steps would not replay, since a
+        larger graph seems to cost less, are timed again: they may have met a slow moment."""
         graphs = shown(keys, "graphs", self._device)
-        return self.confirmed({key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs})
+        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
+        for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
+            larger_ms = min(found[other] for other in found if _has_room(other, key))
+            if larger_ms < found[key] * (1 - LEAST_SAVING):
+                found[key] = min(found[key], self.graph_ms(key, GRAPH_REPEATS))
+        return found
 
     def times_of(
         self,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -36,7 +35,7 @@ def kept_or_measured(folder: Path, runner: ModelRunner, meter: PriceMeter) -> Pr
     prices = _read(path, runner)
     if prices is not None and still_holds(prices, meter):
         logger.info("Prices of steps are those of %s.", path)
-        return replace(prices, graphs_ms=meter.confirmed(prices.graphs_ms))
+        return prices
     prices = meter.measure()
     try:
         write_profile(path, Kept(known, KeptTable.of(prices)))
