@@ -26,7 +26,6 @@ import msgspec
 import torch
 
 import sgl_kernel
-from sglang.srt.distributed.group import RankGroup
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.lookahead.cut import PiecewiseLinearLatency
@@ -199,7 +198,7 @@ class TileSpecProfiler:
     def target(self, measure: Callable[[], PriceTable]) -> PriceTable:
         """Prices of the target's steps."""
         try:
-            profile = read_profile(self._path, Profile, self._target.ranks)
+            profile = read_profile(self._path, Profile, self._target)
             if profile is not None:
                 return profile.target.checked(self._target).table_of(self._target)
         except ProfileError as error:
@@ -218,7 +217,7 @@ class TileSpecProfiler:
         logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
         target = Kept(measured_with(self._target), KeptTable.of(target_prices))
         try:
-            profile = read_profile(self._path, Profile, self._target.ranks)
+            profile = read_profile(self._path, Profile, self._target)
         except ProfileError:  # `target` has told it
             profile = None
         try:
@@ -328,16 +327,16 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_profile(path: Path, kind: type[T], ranks: RankGroup | None = None) -> T | None:
+def read_profile(path: Path, kind: type[T], runner: ModelRunner | None = None) -> T | None:
     """Reads what a file holds; None where there is none, or a folder, or none that may be opened:
-    if it cannot be replaced either, whoever writes it says so. Of several ranks the first one reads
-    it, and all get the same.
+    if it cannot be replaced either, whoever writes it says so. Of several ranks of a runner all get
+    what the first one reads.
 
     Raises:
         ProfileError: if it is no file, too large, cannot be read or holds something else.
     """
     data, problem = _contents(path)
-    if ranks is not None:
+    if runner is not None and (ranks := runner.ranks) is not None:
         data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
     if problem:
         raise ProfileError(problem)
