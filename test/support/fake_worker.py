@@ -80,6 +80,7 @@ class FakeWorker:
         self._kv_weights: dict[int, int] = {}  # slot to the weights that computed it
         self.weights_version = 0
         self.max_rows_in_batch = 0
+        self.num_shared_prefixes = 0
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         if self._kind == "verify" and params.speculative.is_off:
@@ -101,6 +102,7 @@ class FakeWorker:
                 weights = self._kv_weights[self._table[new.row, position]]
                 assert weights == self.weights_version, "KV of other weights was re-used."
         assert len(set(batch.rows)) == len(batch.rows)
+        self._check_prefixes(batch)
         self.max_rows_in_batch = max(self.max_rows_in_batch, len(batch.rows))
         accepted, kept = [], []
         for request in batch.requests:
@@ -122,6 +124,20 @@ class FakeWorker:
         object.__setattr__(result, "rows", batch.rows)
         self._unread.append(batch.rows)
         return result
+
+    def _check_prefixes(self, batch: ScheduleBatch) -> None:
+        """Asserts that all requests of a shared prefix have KV in the same slots."""
+        members = [each for prefix in batch.shared_prefixes for each in prefix.requests]
+        assert len(set(members)) == len(members)
+        for prefix in batch.shared_prefixes:
+            self.num_shared_prefixes += 1
+            assert [batch.rows[request] for request in prefix.requests] == list(prefix.rows)
+            assert all(self._rows[row].committed >= prefix.num_tokens for row in prefix.rows)
+            heads = {
+                tuple(self._table[row, place] for place in range(prefix.num_tokens))
+                for row in prefix.rows
+            }
+            assert len(heads) == 1, "Requests have KV in different slots."
 
     def observe(self, result: HostResult) -> None:
         pass

@@ -153,6 +153,7 @@ class Collected:
     step_lens: list[int] = field(default_factory=list)
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
+    drafts_by: dict[str, tuple[int, int]] = field(default_factory=dict)
     weight_spans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 
@@ -319,6 +320,7 @@ class SchedulerHarness:
             collected.step_lens.extend(output.step_lens)
             collected.num_proposed_drafts = output.num_proposed_drafts
             collected.accept_histogram = output.accept_histogram
+            collected.drafts_by = output.drafts_by
             collected.weight_spans = output.weight_spans or collected.weight_spans
             collected.num_retractions = output.num_retractions
             collected.cached_tokens = output.cached_tokens

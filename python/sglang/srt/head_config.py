@@ -14,6 +14,7 @@ from sglang.srt.head_layouts import (
     EAGLE3,
     INNER,
     LAYER_IDS,
+    MASK_DEPTHS,
     MASK_HIDDEN,
     MASK_TOKENS,
     MISSING,
@@ -58,10 +59,13 @@ class MaskInput:
         token_id: in place of the token.
         num_dims: of the tensor `mask_hidden`, which is in place of the taps: [1, width], or
             [1, 1, width].
+        depths: how many drafts it was trained for, in words of its config.json; empty if that does
+            not say it.
     """
 
     token_id: int
     num_dims: int
+    depths: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,8 @@ class DraftHeadConfig(ModelConfig):
     @property
     def remark(self) -> str:
         reads = "the last hidden states" if self.taps is None else str(self.taps)
+        if self.mask is not None and self.mask.depths:
+            reads += f", trained with {self.mask.depths}"
         unused = f"; without effect: {', '.join(self.unused)}" if self.unused else ""
         return f"{self.layout.maker}'s layout, reads {reads}{unused}"
 
@@ -398,7 +404,9 @@ def _mask_input(config: ModelConfig, shape: tuple[int, ...], layout: Layout) -> 
             f"the mask token is {token_id}, but vocab_size is {config.vocab_size}; write the one"
             " that it was trained with"
         )
-    return MaskInput(token_id=token_id, num_dims=len(shape))
+    depths = {name: config.integer(name, None, minimum=1) for name in MASK_DEPTHS}
+    words = " and ".join(f"{name} {count}" for name, count in depths.items() if count)
+    return MaskInput(token_id=token_id, num_dims=len(shape), depths=words)
 
 
 def _num_layers(config: ModelConfig, layout: Layout, names: frozenset[str]) -> int:

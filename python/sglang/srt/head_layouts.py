@@ -11,6 +11,7 @@ EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
 NEXTN = "LlamaForCausalLMNextN"  # a layer of the model itself for multi-token prediction
 MASK_HIDDEN = "mask_hidden"
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of one entry
+MASK_DEPTHS = ("num_depths", "para_num")  # how many tokens a head of P-EAGLE was trained to draft
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Objects of config.json whose entries belong to the head as those at its top do.
 SPECULATORS, INNER, OPTIONS = "speculators_model_type", "transformer_layer_config", "eagle_config"
@@ -124,7 +125,7 @@ USED_ENTRIES = frozenset(
     " num_hidden_layers num_key_value_heads original_max_position_embeddings quantization_config"
     f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size"
     " use_aux_hidden_state use_aux_norm use_sliding_window vocab_size".split()
-).union(MASK_TOKENS)
+).union(MASK_TOKENS, MASK_DEPTHS)
 
 
 def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout | None:

@@ -16,8 +16,6 @@ from typing import Any
 from sglang.srt.head_layouts import LAYER_IDS, OPTIONS
 from sglang.srt.model_config import ModelConfig
 
-NUM_TAPS = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Taps:
@@ -46,7 +44,7 @@ def read_taps(config: ModelConfig, entries: Mapping[str, Any], num_layers: int) 
     Raises:
         ModelPathError: if the target has no such layers, or the ids may mean two things.
     """
-    usual = (2, num_layers // 2, num_layers - 3)
+    usual = usual_layers(num_layers)
     options = entries.get(OPTIONS) or {}
     outputs = _layer_ids(config, options.get(LAYER_IDS))
     inputs = _layer_ids(config, entries.get(LAYER_IDS))
@@ -73,6 +71,12 @@ def read_taps(config: ModelConfig, entries: Mapping[str, Any], num_layers: int) 
             f" use a head for this target, or name layers in {LAYER_IDS} of eagle_config"
         )
     return taps
+
+
+def usual_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns the layers whose inputs EAGLE-3 heads read of a target of so many layers, unless they
+    say otherwise. A target of few layers may lack some."""
+    return 2, num_layers // 2, num_layers - 3
 
 
 def _layer_ids(config: ModelConfig, ids: Any) -> tuple[int, ...] | None:

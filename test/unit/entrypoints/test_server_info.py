@@ -165,9 +165,13 @@ def test_it_is_told_which_strategy_runs(
 
 @pytest.mark.parametrize(
     ("drafters", "text"),
-    [(["eagle", "ngram"], ["eagle or ngram, as requests name them"]), ([], [])],
+    [
+        ({"eagle3": "eagle3", "eagle": "eagle3"}, ["eagle3, as requests name it"]),
+        ({"eagle": "eagle", "ngram": "ngram"}, ["eagle or ngram, as requests name them"]),
+        ({}, []),
+    ],
 )
-def test_the_summary_has_the_names_of_drafters(drafters: list[str], text: list[str]) -> None:
+def test_the_summary_has_the_names_of_drafters(drafters: dict[str, str], text: list[str]) -> None:
     info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
     info = msgspec.structs.replace(info, drafters=drafters)
     lines = describe_start(ServerArgs(model_path="m"), info, {}).splitlines()

@@ -19,7 +19,7 @@ from sglang.srt.frontend.unknown_fields import UnknownFields
 from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
 from sglang.srt.server_args import ServerArgs
 
-DRAFTS = scheduler_info(drafters=["eagle", "ngram"])
+DRAFTS = scheduler_info(drafters={"eagle3": "eagle3", "eagle": "eagle3", "ngram": "ngram"})
 PLAIN, MASKS = scheduler_info(), scheduler_info(mtp_max_k=8)
 NAME = "sampling_params"
 OFF, TWO = {"enabled": False}, {"max_drafts": 2}
@@ -58,6 +58,13 @@ def test_what_a_request_says(value: Any, means: Speculative) -> None:
     assert check({"custom_params": {"speculative": value}}).speculative == means
 
 
+@pytest.mark.parametrize("name", ["eagle", "EAGLE3", "eagle3", "Eagle"])
+def test_a_drafter_has_the_names_of_its_algorithm_in_any_case(name: str) -> None:
+    chosen = check({"speculative": {"drafter": name, "max_drafts": 2}}).speculative
+    assert chosen == Speculative(drafter="eagle3", max_drafts=2)
+    assert check({"speculative": {"drafter": "NGRAM"}}).speculative.drafter == "ngram"
+
+
 @pytest.mark.parametrize("value", [OFF, {"max_drafts": 0}, {**OFF, "max_drafts": 3}], ids=str)
 @pytest.mark.parametrize("info", [PLAIN, MASKS, DRAFTS])
 def test_every_server_takes_a_request_without_drafts(value: Any, info: Any) -> None:
@@ -75,7 +82,7 @@ def test_every_server_takes_a_request_without_drafts(value: Any, info: Any) -> N
         ({"speculative": {"on": 1}}, "speculative.on: is none of enabled, max_drafts and drafter."),
         (
             {"speculative": {"drafter": "x"}},
-            "speculative.drafter: the server has no drafter 'x'; name eagle or ngram, or leave it"
+            "speculative.drafter: the server has no drafter 'x'; name eagle3 or ngram, or leave it"
             " out.",
         ),
         ({"custom_params": {"speculative": {"on": 1}}}, "custom_params.speculative.on: is none"),

@@ -22,7 +22,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from sglang.srt import platform
 from sglang.srt.layers.attention import triton_tuning
-from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel, sums_kernel
+from sglang.srt.layers.attention.triton_ops import (
+    gather_kernel,
+    prompt_kernel,
+    shared_kernel,
+    sums_kernel,
+)
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -83,6 +88,10 @@ TREE_INPUTS = ("ancestors_ptr", "tree_starts_ptr", "ancestors_out_ptr", "tree_st
 HIDDEN_INPUTS = ("hidden_ptr", "hidden_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
+SHARED = {f"{name}_ptr": "*i32" for name in ("counts", "tiles", "members", "places", "starts")} | {
+    "own_sums_ptr": "*fp32",
+    "own_stats_ptr": "*fp32",
+}
 UNPACKED = {"tree_starts_ptr": None, "q_starts_ptr": None}
 # As launched without trees of drafts, with them, with those of earlier steps in a packed one and KV
 # that is not there, and with the latter alone; all but the first with a guarded page table.
@@ -254,6 +263,26 @@ KERNELS = {
         ("plain",),
         num_warps=1,
         **attention_constants(128, 128, False, ITEM_SIZE=5, BLOCK_S=8),
+    ),
+    "shared prefixes": Kernel(
+        shared_kernel._prefix_kernel,
+        {**HEADS, "BLOCK_M": 64, "BLOCK_N": 64, "TILE_SIZE": 4},
+        types=SHARED,
+    ),
+    "sum with shared prefixes": Kernel(
+        shared_kernel._add_up_kernel,
+        {
+            **HEADS,
+            "BLOCK_M": 16,
+            "BLOCK_N": 32,
+            "TILE_M": 64,
+            "TILE_N": 128,
+            "TILE_SIZE": 4,
+            "BLOCK_S": 1,
+            "MAX_SPLITS": 16,
+        },
+        num_warps=1,
+        types=SHARED,
     ),
     **{
         f"gathered KV, {'not ' if guard else ''}guarded": Kernel(
@@ -535,6 +564,7 @@ def test_attention_fits_into_the_shared_memory(
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
     monkeypatch.setattr(triton_tuning, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_tuning, "shared_memory_bytes", lambda device: limit)
     tuning = triton_tuning.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     all_tiles = {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}
@@ -549,3 +579,8 @@ def test_attention_fits_into_the_shared_memory(
         constants |= {"tree_starts_ptr": None, "kv_starts_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
         assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit
+    constants = {**HEADS, **heads, "TILE_SIZE": 4}
+    constants |= {"BLOCK_M": tuning.shared.block_m, "BLOCK_N": tuning.shared.block_n}
+    more = tuning.shared.num_warps, tuning.shared.num_stages, SHARED
+    kernel = Kernel(shared_kernel._prefix_kernel, constants, *more)
+    assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
+from sglang.srt.mem_cache import shared_prefixes
 from sglang.srt.messages.control import (
     AbortReq,
     FlushCacheReqInput,
@@ -59,8 +60,8 @@ class Storm:
             context_len=CONTEXT,
             max_decode_rows=WIDEST_STEP[kind],
         )
-        worker = FakeWorker(kind, K, self.setup.max_running_requests, seed)
-        self.harness = SchedulerHarness(self.setup, worker)
+        self.worker = FakeWorker(kind, K, self.setup.max_running_requests, seed)
+        self.harness = SchedulerHarness(self.setup, self.worker)
         self.submitted: dict[int, Submitted] = {}
         self.families = [self._tokens(self.random.randint(1, 60)) for _ in range(3)]
 
@@ -119,9 +120,13 @@ def expected_output(request: Submitted, eos: frozenset[int]) -> tuple[list[int],
 
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", KINDS)
-def test_ledger_tokens_and_answers_survive_any_storm(kind: str) -> None:
-    """The harness checks the ledger after every step and every turn of the loop."""
-    num_aborted = num_retracted = num_refused = 0
+def test_ledger_tokens_and_answers_survive_any_storm(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness checks the ledger after every step and every turn of the loop, the worker which
+    prefixes requests share."""
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED_TOKENS", 0)
+    num_aborted = num_retracted = num_refused = num_shared = 0
     for seed in range(NUM_SEEDS):
         storm = Storm(kind, seed)
         storm.run()
@@ -140,6 +145,7 @@ def test_ledger_tokens_and_answers_survive_any_storm(kind: str) -> None:
                 assert outcome.token_ids == tokens, where
                 assert outcome.finish_reason.type == kind_of_end, where
             num_retracted += outcome.num_retractions
+        num_shared += storm.worker.num_shared_prefixes
         ledger = storm.harness.ledger
         assert ledger.num_used_rows == 0
         assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
@@ -147,6 +153,7 @@ def test_ledger_tokens_and_answers_survive_any_storm(kind: str) -> None:
     assert num_aborted > 100
     assert num_refused > 10
     assert num_retracted > 100
+    assert num_shared > 100 or kind != "plain"
 
 
 @pytest.mark.parametrize("kind", KINDS)

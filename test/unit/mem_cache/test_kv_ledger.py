@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from sglang.srt.mem_cache import shared_prefixes
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, Namespace
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
+from sglang.srt.mem_cache.shared_prefixes import TILE_REQUESTS, SharedPrefixes
 
 NUM_ROWS = 4
 MAX_PAGES = 12  # of one request
@@ -47,6 +49,7 @@ class Program:
         self.tree = RadixCache(page_size) if tree is None else tree
         self.ledger = ledger_over(self.allocator, self.tree)
         self.lives: list[Life] = []
+        self.prefixes = SharedPrefixes(self.ledger)
         self.table: dict[tuple[int, int], int] = {}
         self.memory: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         block = [self.random.randrange(3) for _ in range(page_size - 1)]
@@ -89,6 +92,30 @@ class Program:
             for index in range(life.committed):
                 expected = (life.kv.namespace, tuple(life.tokens[: index + 1]))
                 assert self.memory[self.table[life.kv.row, index]] == expected
+
+        found = self.prefixes.find([life.kv for life in self.lives])
+        assert {each.requests: each.num_tokens for each in found} == self.shared_by_pages()
+        for prefix in found:
+            rows = tuple(self.lives[request].kv.row for request in prefix.requests)
+            assert prefix.rows == rows, "A row of another request."
+            assert all(self.lives[each].committed >= prefix.num_tokens for each in prefix.requests)
+
+    def shared_by_pages(self) -> dict[tuple[int, ...], int]:
+        """Tokens of the prefix that each set of requests shares, by their pages alone."""
+        pages = [list(life.kv.pages) for life in self.lives]
+        chosen: dict[tuple[int, ...], list[int]] = {}
+        for request, own in enumerate(pages):
+            counts = [sum(each[:end] == own[:end] for each in pages) for end in range(len(own) + 1)]
+            saved = [
+                (end * (1 - 1 / min(count, TILE_REQUESTS)), end) for end, count in enumerate(counts)
+            ]
+            if max(saved)[0] > 0:
+                chosen.setdefault(tuple(own[: max(saved)[1]]), []).append(request)
+        return {
+            tuple(found): len(prefix) * self.page_size
+            for prefix, found in chosen.items()
+            if len(found) > 1
+        }
 
     def new_tokens(self) -> list[int]:
         tokens: list[int] = []
@@ -177,6 +204,11 @@ class Program:
             in_tree = self.ledger.num_tree_tokens
             assert self.ledger.flush() == in_tree
             assert self.ledger.num_tree_tokens == 0
+
+
+@pytest.fixture(autouse=True)
+def prefixes_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED_TOKENS", 0)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.mem_cache.memory_pool import SharedPrefix
 from sglang.srt.model_executor import graph_keys
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.graph_keys import LEAST_SAVING, MAX_WIDE_TOKENS, GraphKeys
@@ -168,6 +169,27 @@ def test_a_step_with_masks_for_trees_replays_no_graph(monkeypatch: pytest.Monkey
     batch = ForwardBatch(ids, ids, ids, rows, [3, 1], rows + 3, [3, 4])
     assert runner.key_of(batch) == keys.find([3, 1])
     assert runner.key_of(replace(batch, ancestors=ids - 1)) is None
+
+
+def test_decodes_that_share_prefixes_replay_graphs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    plain = GraphKeys(GraphSupport.RAGGED_Q, 100, 1, 1024)
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 100, 1, 1024, shares_kv=True)
+    assert plain.all == [key for key in keys.all if not key.shares_kv]
+    ops = TorchStepOps(torch.device("cpu"))
+    for num_reqs, expected in ((2, 16), (16, 16), (17, 32), (97, 100)):
+        ids = torch.zeros(num_reqs, dtype=torch.int64)
+        step = ForwardBatch(ids, ids, ids, ids, [1] * num_reqs, ids + 9, [9] * num_reqs)
+        shared = replace(step, shared_prefixes=[SharedPrefix(8, (0, 1), (3, 5))])
+        for known in (plain, keys):
+            runner = CudaGraphRunner(lambda _: None, lambda _: (None,), ops, known, 99, "cpu")
+            assert runner.key_of(step) == plain.find(step.q_lens)
+            found = runner.key_of(shared)
+            assert found is not None
+            assert found.shares_kv == (known is keys)
+            assert found.num_reqs == expected or known is plain
 
 
 @pytest.mark.parametrize("max_requests", [1, 8, 128])

@@ -197,6 +197,20 @@ def test_entries_without_effect_are_named_in_the_summary(
     assert "rms_norm_eps" not in remark
 
 
+def test_the_summary_says_how_many_drafts_a_head_of_mask_tokens_was_trained_for(
+    tmp_path: Path, target: ModelConfig
+) -> None:
+    def remark(name: str, **entries: int) -> str:
+        folder = write_eagle3(tmp_path / name, mask_token_id=7, **entries)
+        return load_head_config(str(folder), EAGLE3, target).remark
+
+    assert ", trained with num_depths 8" in remark("speculators", num_depths=8)
+    assert ", trained with para_num 4" in remark("flat", para_num=4)
+    assert "trained" not in remark("silent")
+    with pytest.raises(ModelPathError, match="num_depths must be an integer of at least 1"):
+        remark("wrong", num_depths=0)
+
+
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 def test_an_embedding_that_equals_the_targets_is_the_targets(
     kind: str, targets: dict[int, Path], tmp_path: Path

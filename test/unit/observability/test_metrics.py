@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fake_worker import FakeWorker
 from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.observability.metrics import STATE_FIGURES, ServerFigures, exposition
 from sglang.srt.observability.request_metrics import RequestMeter, RequestMetrics
+from sglang.srt.step.step_sizes import StepWidth
 from sglang_board import QUERIES
 from utils import SchedulerHarness, Setup
 
@@ -119,6 +121,20 @@ def test_switches_are_there_for_every_tier_from_the_start() -> None:
     found = {s.labels["num_steps"]: s.value for s in samples(figures_of(state)) if s.name == name}
     assert found == {"0": 0, "1": 0, "3": 0}
     assert name not in {s.name for s in samples(figures_of(STATE))}, "without a drafter"
+
+
+def test_drafts_are_counted_by_drafter_where_there_are_several() -> None:
+    harness = SchedulerHarness(Setup(), FakeWorker("plain", 1, Setup().max_running_requests, 0))
+    stats = SchedulerStats(3, drafters=("one", "other"))
+    harness.scheduler.control._stats = stats
+    request = SimpleNamespace(width=StepWidth(4, 1, 1), rid="x")
+    rows: Any = [SimpleNamespace(is_decode=True, emits=True, req=request)] * 3
+    stats.on_read(rows, [3, 1, 2], [3, 3, 2], makers=["one", "one", "other"])
+    found = samples(figures_of(harness.scheduler.control.internal_state()))
+    for name, expected in (("proposed", (6, 2)), ("confirmed", (2, 1))):
+        name = f"sglang:spec_{name}_drafts_total"
+        values = {s.labels.get("drafter"): s.value for s in found if s.name == name}
+        assert values == {"one": expected[0], "other": expected[1]}
 
 
 def test_histograms_are_cumulative_and_end_with_their_count() -> None:

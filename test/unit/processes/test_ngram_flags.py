@@ -205,7 +205,8 @@ def test_a_drafter_with_a_model_beside_n_grams(names: str) -> None:
     config, other = resolved(demo, **both), resolved(demo, **alone)
     drafter = config.drafter
     assert drafter is not None
-    assert drafter.names == ("standalone" if of_draft else "eagle", "ngram")
+    model, kind = ("standalone",) * 2 if of_draft else ("eagle3", "eagle")
+    assert drafter.names == {model: model, kind: model, "ngram": "ngram"}
     assert drafter.thresholds == AcceptThresholds(1.0, 0.5)
     options = drafter.options
     assert isinstance(options, PairConfig)

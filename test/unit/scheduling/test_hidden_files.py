@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,20 @@ def test_bits_are_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(taps) >= len(rows) == 12
     assert torch.equal(rows[:, :-1].flatten(1), taps[:12])
     assert torch.equal(rows[:, -1], hidden[:12])
+
+
+def test_files_are_written_in_order_and_steps_wait_for_a_slow_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hidden_file, "MOST_WAITING_BYTES", 10)
+    writer, written, may_go_on = hidden_file.FileWriter(), list[int](), threading.Event()
+    writer.write(may_go_on.wait, 4)
+    for number in range(3):
+        writer.write(partial(written.append, number), 2)
+    assert written == []  # nobody waits for 10 bytes
+    may_go_on.set()
+    writer.write(partial(written.append, 3), 11)
+    assert written == [0, 1, 2, 3]
 
 
 def test_an_aborted_request_writes_nothing_more(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import code
 import copy
+import itertools
 import reprlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,34 @@ class WishChecks:
                 assert given == model
             else:
                 assert given in (model, match)
+            made_by = int(drafter.makers(torch.tensor([row])).of_request)
+            assert given == (model, match)[made_by]
             if model != match:
                 self.seen[f"{name}: {'match' if given == match else 'model'}"] += 1
+
+
+def check_counts(harness: Any, ids: list[int], names: Sequence[str | None]) -> Counter[str]:
+    """Looks whether the counts of each drafter add up to those of all, of requests that named
+    `names` in turn and of the server. Gives the drafts verified, by drafter."""
+    seen, totals = Counter[str](), Counter[tuple[str, str]]()
+    for req_id, name in zip(ids, itertools.cycle(names), strict=False):
+        told = harness.outputs[req_id]
+        confirmed = sum(count * each for count, each in enumerate(told.accept_histogram))
+        counts = [*told.drafts_by.values()]
+        assert sum(proposed for proposed, _ in counts) == told.num_proposed_drafts
+        assert sum(correct for _, correct in counts) == confirmed
+        assert name is None or {*told.drafts_by} <= {name}
+        for maker, (proposed, correct) in told.drafts_by.items():
+            seen[maker] += proposed
+            totals += {(maker, "num_spec_drafts"): proposed}
+            totals += {(maker, "num_spec_confirmed_drafts"): correct}
+    stats = harness.scheduler.control.internal_state()
+    by_drafter = stats["spec_by_drafter"]
+    for name in ("num_spec_verifications", "num_spec_drafts", "num_spec_confirmed_drafts"):
+        assert sum(each[name] for each in by_drafter.values()) == stats[name]
+    for (maker, name), count in totals.items():
+        assert by_drafter[maker][name] == count
+    return seen
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -138,7 +165,9 @@ def test_each_request_gets_the_drafts_that_it_named_and_the_right_tokens(
     model = "standalone" if kind == STANDALONE else "eagle"
     choices = (Speculative(), NGRAMS, Speculative(drafter=model), OFF, Speculative(max_drafts=1))
     choose_in_turn(harness, choices)
-    serve(harness, right, disturb)
+    ids = serve(harness, right, disturb)
+    verified = check_counts(harness, ids, [choice.drafter for choice in choices])
+    assert min(verified[model], verified["ngram"]) > 5, verified
     seen = checks.seen
     assert seen["ngram: match"] > 5, seen
     assert seen[f"{model}: model"] > 5, seen
@@ -205,7 +234,8 @@ def test_rounds_are_graphs(
         zero(group)
         served.watch()
         choose_in_turn(served.harness, (Speculative(), NGRAMS))
-        serve(served.harness, right_of_rounds)
+        ids = serve(served.harness, right_of_rounds)
+    check_counts(served.harness, ids, (None, "ngram"))
     assert len(served.rounds) > 20
     assert len(served.proposals) > 20
     assert served.seen["right"] > 20

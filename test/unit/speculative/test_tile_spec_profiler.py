@@ -17,6 +17,7 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.processes.kept_prices import still_holds
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
@@ -60,9 +61,19 @@ def contents(prices: PriceTable) -> tuple[Any, ...]:
 class Start:
     """A server that starts: what it measured, and the prices that it goes by."""
 
-    def __init__(self, cache: Path, target: Any, head: Any) -> None:
+    def __init__(self, cache: Path, target: Any, head: Any, slowness: float = 1.0) -> None:
+        """
+        Args:
+            slowness: of graphs now, beside what `measured` says.
+        """
         self.measured: list[str] = []
-        prices = TileSpecProfiler(cache, target).target(self._measure("target", measured(target)))
+        prices = measured(target)
+        now = {key: slowness * cost_ms for key, cost_ms in prices.graphs_ms.items()}
+        meter: Any = SimpleNamespace(graph_ms=lambda key, repeats: now[key])
+        prices = TileSpecProfiler(cache, target).target(
+            self._measure("target", replace(prices, graphs_ms=now)),
+            lambda kept: still_holds(kept, meter),
+        )
         self.target = contents(prices)
         drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))}, HEAD_S)
         found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
@@ -102,7 +113,15 @@ def test_the_file_says_how_long_measuring_took(tmp_path: Path, runners: tuple[An
     assert profile is not None
     assert profile.target.prices.measured_s == TARGET_S
     assert profile.head.prices.measured_s == HEAD_S
-    assert profile.measured_s == TARGET_S + HEAD_S
+
+
+def test_prices_that_were_disturbed_are_measured_again(
+    tmp_path: Path, runners: tuple[Any, Any]
+) -> None:
+    Start(tmp_path, *runners, slowness=1.25)
+    second, third = (Start(tmp_path, *runners) for _ in range(2))
+    assert (second.measured, third.measured) == (["target", "head"], [])
+    assert second.target == third.target == contents(measured(runners[0]))
 
 
 def test_cliffs_are_those_of_the_cheapest_graph_of_each_size(model: Path) -> None:
@@ -124,7 +143,8 @@ def test_a_graph_is_found_with_prices_from_the_cache(
 ) -> None:
     Start(tmp_path, *runners)
     target = runners[0]
-    prices = TileSpecProfiler(tmp_path, target).target(lambda: pytest.fail("measured"))
+    kept = TileSpecProfiler(tmp_path, target)
+    prices = kept.target(lambda: pytest.fail("measured"), lambda _: True)
     for shape in ((1, 4, 4), (3, 2, 5), (8, 4, 32)):
         assert prices.rows_ms(*shape) == measured(target).rows_ms(*shape)
 
@@ -177,9 +197,6 @@ def test_another_head_alone_is_measured_again(
     other = runner_of(model, 32)
     other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
     assert Start(tmp_path, runners[0], other).measured == ["head"]
-    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME, profiler.Profile)
-    assert profile is not None
-    assert profile.measured_s == TARGET_S + HEAD_S
 
 
 def entry(path: list[Any], value: Any) -> Callable[[Path], None]:

@@ -17,6 +17,8 @@ from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio
 
 RECENT_STEPS = 256  # with decodes of requests that look ahead
+# Names of the last counts of `DraftCounts`.
+DRAFT_TOTALS = ("num_spec_verifications", "num_spec_drafts", "num_spec_confirmed_drafts")
 
 
 class SchedulerStats:
@@ -29,6 +31,7 @@ class SchedulerStats:
             the batch size.
         num_step_drafts: drafts of all requests that were verified in the last step with decodes.
         drafts: counts of drafts since the start.
+        by_drafter: of them those of each drafter, if there are several: its DRAFT_TOTALS.
         has_drafter: whether a drafter reports `num_draft_steps`.
         num_launched: steps launched since the start.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
@@ -40,6 +43,7 @@ class SchedulerStats:
             otherwise 0.
         tiers: the numbers that `num_draft_steps` may become.
         clock: seconds.
+        drafters: names of drafters, where there are several.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class SchedulerStats:
         num_tree_tokens: int = 0,
         tiers: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
+        drafters: Sequence[str] = (),
     ) -> None:
         self._num_tree_tokens = num_tree_tokens
         self.num_draft_steps = num_draft_steps
@@ -61,6 +66,7 @@ class SchedulerStats:
         self._current_rows: Sequence[LaunchedRow] = ()
         self._last_rows: Sequence[LaunchedRow] = ()
         self.drafts = self._at_flush = self._at_last_take = DraftCounts()
+        self.by_drafter = {name: dict.fromkeys(DRAFT_TOTALS, 0) for name in drafters}
         self._recent = deque([self.drafts], maxlen=RECENT_STEPS + 1)
         self._throughput = Throughput(clock)
 
@@ -117,6 +123,7 @@ class SchedulerStats:
         tier: int = 0,
         had_ended: Sequence[bool] = (),
         num_generated: int = 0,
+        makers: Sequence[str] = (),
     ) -> None:
         """A step of R requests has been read.
 
@@ -126,6 +133,7 @@ class SchedulerStats:
             had_ended: which of the R had ended before, so their tokens are dropped; empty if
                 none had.
             num_generated: tokens of outputs since the start.
+            makers: see `HostResult`.
         """
         self._last_rows = rows
         self._throughput.add(num_generated)
@@ -135,7 +143,7 @@ class SchedulerStats:
                 self.num_tier_switches[tier] += self._has_decoded and tier != self.num_draft_steps
                 self.num_draft_steps = tier
                 self._has_decoded = True
-        self._count_drafts(rows, accept_lens, num_drafts, had_ended)
+        self._count_drafts(rows, accept_lens, num_drafts, had_ended, makers)
 
     def _count_drafts(
         self,
@@ -143,11 +151,13 @@ class SchedulerStats:
         accept_lens: Sequence[int],
         num_drafts: Sequence[int],
         had_ended: Sequence[bool],
+        makers: Sequence[str],
     ) -> None:
         num_steps = num_tokens = num_verifications = num_verified = num_confirmed = 0
         counts = num_drafts or [0] * len(rows)
-        for row, num_accepted, count, is_over in zip(
-            rows, accept_lens, counts, had_ended or [False] * len(rows), strict=True
+        is_over_of = had_ended or [False] * len(rows)
+        for index, (row, num_accepted, count, is_over) in enumerate(
+            zip(rows, accept_lens, counts, is_over_of, strict=True)
         ):
             sits_out = not num_accepted and row.emits
             self.num_sat_out += sits_out
@@ -159,11 +169,16 @@ class SchedulerStats:
                 num_verifications += 1
                 num_verified += count
                 num_confirmed += num_accepted - 1
+                if makers:
+                    nothing = dict.fromkeys(DRAFT_TOTALS, 0)
+                    totals = self.by_drafter.setdefault(makers[index], nothing)
+                    for name, more in zip(DRAFT_TOTALS, (1, count, num_accepted - 1), strict=True):
+                        totals[name] += more
         if num_steps:
-            more = DraftCounts(
+            step = DraftCounts(
                 num_steps, num_tokens, num_verifications, num_verified, num_confirmed
             )
-            self.drafts = self.drafts.plus(more)
+            self.drafts = self.drafts.plus(step)
             self._recent.append(self.drafts)
 
     def on_idle(self) -> None:
@@ -243,9 +258,8 @@ def _drafts(stats: SchedulerStats) -> dict[str, Any]:
         "recent_spec_accept_length": recent.accept_length,
         "recent_spec_accept_rate": recent.accept_rate,
         "recent_spec_verified_drafts": recent.drafts_per_step,
-        "num_spec_verifications": stats.drafts.num_verifications,
-        "num_spec_drafts": stats.drafts.num_drafts,
-        "num_spec_confirmed_drafts": stats.drafts.num_confirmed,
+        **dict(zip(DRAFT_TOTALS, stats.drafts[2:], strict=True)),
+        "spec_by_drafter": {name: {**totals} for name, totals in stats.by_drafter.items()},
         "num_step_drafts": stats.num_step_drafts,
     }
 

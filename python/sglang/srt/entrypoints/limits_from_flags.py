@@ -61,7 +61,7 @@ def limits_from_flags(
         max_custom_labels=server_args.max_custom_labels,
         mtp_max_k=info.mtp_max_k,
         mtp_refusal=info.mtp_refusal or NO_MASK_TOKEN,
-        drafters=tuple(info.drafters),
+        drafters=info.drafters,
         max_top_logprobs=server_args.max_top_logprobs,
         max_token_ids_logprob=server_args.max_token_ids_logprob,
         max_cache_key_chars=server_args.max_cache_key_chars,

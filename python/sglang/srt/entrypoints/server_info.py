@@ -162,9 +162,11 @@ def _strategy(args: ServerArgs, resolved: dict[str, Any]) -> str | None:
     return adaptive_strategy(args) if len(resolved["draft_tiers"]) > 1 else None
 
 
-def _describe_drafters(names: list[str]) -> list[tuple[str, str]]:
+def _describe_drafters(drafters: dict[str, str]) -> list[tuple[str, str]]:
     """Says how a request names the drafters (`speculative.drafter`); nothing without one."""
-    return [("drafters", f"{' or '.join(names)}, as requests name them")] if names else []
+    names = dict.fromkeys(drafters.values())
+    pronoun = "it" if len(names) == 1 else "them"
+    return [("drafters", f"{' or '.join(names)}, as requests name {pronoun}")] if names else []
 
 
 def _describe_drafts(args: ServerArgs, found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -96,7 +96,7 @@ class Sample:
         if self._step_lens is not None:
             counts["mtp_avg_effective_k"] = sum(self._step_lens) / max(len(self._step_lens), 1)
         if latest.accept_histogram:
-            counts |= draft_meta(latest.num_proposed_drafts, latest.accept_histogram)
+            counts |= draft_meta(latest)
         if self._latency_s is not None:
             counts["e2e_latency"] = self._latency_s
         return counts
@@ -296,14 +296,15 @@ class GenerateCall:
         return ServiceError(message, reason.status_code)
 
 
-def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
-    """Returns SGLang's fields on a request's drafts. Only steps that verified drafts count. The
-    accept length of such a step is the number of confirmed drafts plus the model's own token.
-
-    Args:
-        num_proposed: drafts that were verified.
-        histogram: see `ReqOutput.accept_histogram`; not empty.
-    """
+def draft_meta(output: ReqTextOutput) -> dict[str, Any]:
+    """Returns SGLang's fields on the drafts of a request of which some were verified, and of a
+    server with several drafters counts of each. Only steps that verified drafts count. The accept
+    length of such a step is the number of confirmed drafts plus the model's own token."""
+    num_proposed, histogram = output.num_proposed_drafts, output.accept_histogram
+    by_drafter = {
+        name: {"spec_num_proposed_drafts": proposed, "spec_num_correct_drafts": correct}
+        for name, (proposed, correct) in output.drafts_by.items()
+    }
     num_steps = sum(histogram)
     num_confirmed = sum(count * each for count, each in enumerate(histogram))
     return {
@@ -319,6 +320,7 @@ def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
         "spec_accept_histogram": histogram,
         "spec_accept_token_num": num_confirmed,
         "spec_draft_token_num": num_proposed,
+        **({"spec_by_drafter": by_drafter} if by_drafter else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -41,7 +42,8 @@ class RequestLimits:
         max_cache_key_chars: limit of `cache_salt`, and of `extra_key`.
         mtp_max_k: limit of tokens predicted per step; 0 where no request may predict several.
         mtp_refusal: why no request may, and the remedy.
-        drafters: names of those that requests may have.
+        drafters: names by which requests choose a drafter, in lower case, each with the server's
+            own name of it.
         preferred_sampling_params: values of parameters that a request leaves out.
         openai_sampling_defaults: values in `/v1/*` where both leave a parameter out.
         unknown_fields, unknown_openai_fields: handling of unknown fields, in `/generate` and in
@@ -72,7 +74,7 @@ class RequestLimits:
     allow_priority: bool = True
     mtp_max_k: int = 0
     mtp_refusal: str = NO_MASK_TOKEN
-    drafters: tuple[str, ...] = ()
+    drafters: Mapping[str, str] = field(default_factory=dict)
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
     openai_sampling_defaults: dict[str, Any] = field(default_factory=dict)
     unknown_fields: UnknownFields = REFUSED

@@ -171,7 +171,7 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f"{name}.stop_regex",
                 f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
             )
-    check_speculative(params.speculative, limits, f"{name}.")
+    params.speculative = check_speculative(params.speculative, limits, f"{name}.")
     _check_grammar(params.grammar, limits, name)
     _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import field_error, shorten
 from sglang.srt.frontend.request_limits import RequestLimits
@@ -38,20 +40,25 @@ def read_speculative(fields: dict[str, Any], prefix: str, unknown: UnknownFields
     fields[SPECULATIVE] = convert_fields(given, Speculative, inner)
 
 
-def check_speculative(choice: Speculative, limits: RequestLimits, prefix: str) -> None:
-    """Checks that the server has the drafter; who wants no drafts may ask any server.
+def check_speculative(choice: Speculative, limits: RequestLimits, prefix: str) -> Speculative:
+    """Checks that the server has the drafter, and returns the choice with the server's own name of
+    it; who wants no drafts may ask any server.
 
     Raises:
         RequestError: naming the field.
     """
     if choice.is_off or choice == Speculative():
-        return
+        return choice
     if not limits.drafters:
         instead = "; for multi-token prediction give mtp_enabled" if limits.mtp_max_k else ""
         raise field_error(prefix + SPECULATIVE, _NO_DRAFTER + instead)
-    if choice.drafter is not None and choice.drafter not in limits.drafters:
+    if choice.drafter is None:
+        return choice
+    name = limits.drafters.get(choice.drafter.lower())
+    if name is None:
         raise field_error(
             f"{prefix}{SPECULATIVE}.drafter",
             f"the server has no drafter {shorten(choice.drafter)!r}; name"
-            f" {' or '.join(limits.drafters)}, or leave it out",
+            f" {' or '.join(dict.fromkeys(limits.drafters.values()))}, or leave it out",
         )
+    return msgspec.structs.replace(choice, drafter=name)

@@ -3,13 +3,14 @@ the number of rows that each request feeds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from sglang.srt.device_copies import to_device
+from sglang.srt.mem_cache.memory_pool import SharedPrefix
 
 DECODE, UNIFORM, RAGGED, MIXED = "decode", "uniform", "ragged", "mixed"
 DRAFT_STEPS = "draft steps"
@@ -32,6 +33,7 @@ class GraphKey:
         hidden_width: width of `ForwardBatch.hidden`; 0 if the model reads tokens alone.
         reads_one_row: at most one row of each request is read, however many it feeds.
         num_steps: steps that the graph runs, one after another.
+        shares_kv: steps with `ForwardBatch.shared_prefixes` replay it, and no others.
     """
 
     tag: str
@@ -43,6 +45,7 @@ class GraphKey:
     hidden_width: int = 0
     reads_one_row: bool = False
     num_steps: int = 1
+    shares_kv: bool = False
 
     @property
     def skips_unread_rows(self) -> bool:
@@ -105,6 +108,8 @@ class ForwardBatch:
             whose q_lens is above MAX_TREE_ROWS.
         hidden: [T, width], in the model's type; a further input of each row beside its token, such
             as a target's hidden states; None for models that read tokens alone.
+        shared_prefixes: of requests that feed one row each, and only where all do; empty: none are
+            known. They change no result.
     """
 
     input_ids: torch.Tensor
@@ -121,6 +126,7 @@ class ForwardBatch:
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
 
 class ModelOutput(NamedTuple):

@@ -138,6 +138,7 @@ class DetokenizerManager:
             weight_spans=output.weight_spans,
             num_proposed_drafts=output.num_proposed_drafts,
             accept_histogram=output.accept_histogram,
+            drafts_by=output.drafts_by,
             input_logprobs=output.input_logprobs,
             output_logprobs=output.output_logprobs,
             hidden_states=output.hidden_states,

@@ -28,7 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannerConfig
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.grammar_constraint import with_constraint
-from sglang.srt.scheduling.hidden_file import HiddenFile
+from sglang.srt.scheduling.hidden_file import FileWriter, HiddenFile
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -64,7 +64,7 @@ class SchedulerConfig:
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
         refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
-        num_draft_steps, num_tree_tokens, draft_tiers: see `SchedulerStats`.
+        num_draft_steps, num_tree_tokens, draft_tiers, drafters: see `SchedulerStats`.
         random_seed: begins the sequence of seeds for requests that bring none; None draws one.
         decode_log_interval: see `DecodeLog`.
         weight_version: label of the weights at first.
@@ -83,6 +83,7 @@ class SchedulerConfig:
     num_draft_steps: int = 0
     num_tree_tokens: int = 0
     draft_tiers: tuple[int, ...] = ()
+    drafters: tuple[str, ...] = ()
     decode_log_interval: int | None = None
     weight_version: str = DEFAULT_WEIGHT_VERSION
 
@@ -142,8 +143,13 @@ class Scheduler:
         self._grammars = grammars
         self._arrivals = itertools.count()
         self._seeds = SeedSource(config.random_seed)
+        self._file_writer = FileWriter()
         self.stats = SchedulerStats(
-            config.num_draft_steps, config.num_tree_tokens, config.draft_tiers, clock
+            config.num_draft_steps,
+            config.num_tree_tokens,
+            config.draft_tiers,
+            clock,
+            config.drafters,
         )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.lifecycle = RequestLifecycle(
@@ -256,6 +262,7 @@ class Scheduler:
             result.accept_lens,
             result.num_drafts,
             tier=result.tier,
+            makers=result.makers,
             had_ended=had_ended,
             num_generated=self.processor.num_generated,
         )
@@ -280,7 +287,7 @@ class Scheduler:
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
-            hidden_file=HiddenFile.of(message.hidden_file),
+            hidden_file=HiddenFile.of(message.hidden_file, self._file_writer),
             stop_token_ids=stop_ids,
             stop_finder=(
                 self._make_stop_finder(params, message.input_ids) if params.has_stop_texts else None

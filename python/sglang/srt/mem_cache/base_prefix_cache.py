@@ -59,6 +59,10 @@ class BasePrefixCache(Protocol):
     ) -> InsertResult:
         """Gives `pages`, holding KV of `tokens`, to the cache where it lacks them."""
 
+    def shared_nodes(self, node: CacheNode, num_pages: int) -> Iterator[tuple[CacheNode, int]]:
+        """The nodes from `node`, whose prefix has num_pages pages, up to the root that several have
+        locked, each with the pages of its prefix."""
+
     def lock(self, node: CacheNode) -> None: ...
 
     def unlock(self, node: CacheNode) -> None: ...

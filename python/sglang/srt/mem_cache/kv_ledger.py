@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -278,6 +278,15 @@ class KVLedger:
         self._free_rows.append(kv.row)
         self._writes.pop(kv.row, None)
         kv.pages = array("q")
+
+    def shared_nodes(self, kv: RequestKV) -> Iterator[tuple[CacheNode, int]]:
+        """The nodes of the tree that are locked by others too and whose prefix is KV of this
+        request, each with the pages of its prefix."""
+        is_copied = kv.duplicate_end > kv.shared_end
+        end = kv.shared_end if is_copied else kv.inserted_end
+        for node, num_pages in self._tree.shared_nodes(kv.node, kv.inserted_end):
+            if num_pages <= end:
+                yield node, num_pages
 
     def flush(self) -> int:
         """Empties the tree; returns the tokens dropped. Nothing may be locked."""

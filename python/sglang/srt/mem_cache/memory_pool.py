@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sglang.srt.device_copies import HostCopy, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The head of several rows of the page table, where all name the same slots with KV.
+
+    Attributes:
+        num_tokens: of the head; each request has more.
+        requests: two at least, as places in their step; each is in one prefix of it at most.
+        rows: of the page table, of these requests.
+    """
+
+    num_tokens: int
+    requests: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 class ReqToTokenPool:

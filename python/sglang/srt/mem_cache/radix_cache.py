@@ -107,6 +107,14 @@ class RadixCache:
         self._offer(leaf)
         return InsertResult(num_existing, leaf)
 
+    def shared_nodes(self, node: CacheNode, num_pages: int) -> Iterator[tuple[CacheNode, int]]:
+        current = cast(TreeNode, node)
+        while current.parent is not None:
+            if current.lock_count > 1:
+                yield current, num_pages
+            num_pages -= len(current.pages)
+            current = current.parent
+
     def lock(self, node: CacheNode) -> None:
         current: TreeNode | None = cast(TreeNode, node)
         while current is not None:
@@ -225,6 +233,9 @@ class NullPrefixCache:
     ) -> InsertResult:
         """Takes nothing: every page counts as existing elsewhere, so it stays the caller's."""
         return InsertResult(len(pages), self._node)
+
+    def shared_nodes(self, node: CacheNode, num_pages: int) -> Iterator[tuple[CacheNode, int]]:
+        return iter(())
 
     def lock(self, node: CacheNode) -> None:
         node.lock_count += 1

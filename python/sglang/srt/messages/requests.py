@@ -128,6 +128,8 @@ class ReqOutput(msgspec.Struct, array_like=True):
         num_proposed_drafts: drafts that all its steps so far have verified.
         accept_histogram: of those steps, how many confirmed 0, 1, ... of their drafts; empty where
             no step has verified any.
+        drafts_by: those drafts and how many were confirmed, by the name of their drafter; empty
+            where the server has one.
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones; of each row that is returned its float32 values, as they lie in
             memory: as numbers of Python a prompt's would hold up every process.
@@ -152,6 +154,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
+    drafts_by: dict[str, tuple[int, int]] = {}
     queue_time_s: float | None = None
 
 
@@ -179,6 +182,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     weight_spans: dict[str, list[tuple[str, int]]] = {}
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
+    drafts_by: dict[str, tuple[int, int]] = {}
     queue_time_s: float | None = None
 
 
@@ -250,7 +254,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
         eos_token_ids: ids that end an output.
         mtp_max_k: tokens that a request may predict per step; 0 where none may.
         mtp_refusal: why none may, and the remedy; None: the model has no mask token.
-        drafters: names of those that requests may have, masks not among them.
+        drafters: see `DrafterConfig.names`; masks are not among them.
         hidden_layers: the layers of files of hidden states, see `HiddenFileOptions`.
         hidden_row_bytes: bytes of one row of such a file.
         resolved: the resolved configuration, for `/server_info`.
@@ -265,7 +269,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
     eos_token_ids: list[int]
     mtp_max_k: int = 0
     mtp_refusal: str | None = None
-    drafters: list[str] = []
+    drafters: dict[str, str] = {}
     hidden_layers: list[int] = []
     hidden_row_bytes: int = 0
     resolved: dict[str, Any]

@@ -227,10 +227,13 @@ class CudaGraphRunner(Generic[Results]):
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """Returns the key of the graph that a step can replay, if there is one."""
+        shape = len(batch.q_lens), max(batch.q_lens), batch.input_ids.shape[0]
+        if batch.shared_prefixes:
+            shares_kv = self._keys.find_shape(*shape, shares_kv=True)
+            if shares_kv is not None:
+                return shares_kv
         key = self._keys.find_shape(
-            len(batch.q_lens),
-            max(batch.q_lens),
-            batch.input_ids.shape[0],
+            *shape,
             has_tree=batch.ancestors is not None,
             is_packed=batch.q_starts is not None,
             hidden_width=0 if batch.hidden is None else batch.hidden.shape[1],
@@ -289,6 +292,7 @@ class CudaGraphRunner(Generic[Results]):
             tree_starts=_first(self._static.tree_starts, key.num_reqs if key.has_tree else None),
             q_starts=_first(self._static.q_starts, key.num_reqs + 1 if key.is_packed else None),
             hidden=self._static.hidden_of(key),
+            shared_prefixes=batch.shared_prefixes,
         )
 
     def _capture(self, key: GraphKey) -> _Captured[Results]:

@@ -15,6 +15,9 @@ for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`
 Graphs of a head also differ by the width of their hidden inputs. Those of several rows per request
 compute one row of each request, so they serve only steps that read no more.
 
+Decodes whose requests share prefixes (`ForwardBatch.shared_prefixes`) replay graphs of their own,
+if there are any.
+
 Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
 RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
 of which the device alone knows how many rows each request feeds.
@@ -65,6 +68,7 @@ class GraphKeys:
         reads_one_row: no step reads more than one row of a request.
         draft_hidden_width: the same for draft steps, if each replays a graph of its own; 0: none
             does.
+        shares_kv: there are graphs for decodes whose requests share prefixes.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class GraphKeys:
         hidden_width: int = 0,
         reads_one_row: bool = False,
         draft_hidden_width: int = 0,
+        shares_kv: bool = False,
     ) -> None:
         self.all: list[GraphKey] = []
         self._known_smallest = lru_cache(maxsize=MAX_KNOWN)(self._smallest)
@@ -96,6 +101,10 @@ class GraphKeys:
         ]
         if with_trees:
             self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
+        if shares_kv:
+            sizes = {16, *range(32, max_requests, 32), max_requests}
+            decodes = [key for key in self.all if key.tag == DECODE and key.num_reqs in sizes]
+            self.all += [replace(key, shares_kv=True) for key in decodes]
         if draft_hidden_width not in (0, hidden_width):
             self.all += [
                 replace(key, hidden_width=draft_hidden_width)
@@ -161,10 +170,12 @@ class GraphKeys:
         has_tree: bool = False,
         is_packed: bool = False,
         hidden_width: int = 0,
+        shares_kv: bool = False,
     ) -> GraphKey | None:
         """Does the same, by the number of requests, the most rows that any of them feeds and the
         rows in all. A packed step may have fewer rows than requests."""
-        return self._known_smallest(num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width)
+        kinds = has_tree, is_packed, hidden_width, shares_kv
+        return self._known_smallest(num_reqs, widest, num_tokens, *kinds)
 
     def _smallest(
         self,
@@ -174,12 +185,14 @@ class GraphKeys:
         has_tree: bool,
         is_packed: bool,
         hidden_width: int,
+        shares_kv: bool,
     ) -> GraphKey | None:
         fitting = [
             key
             for key in self.all
             if key.has_tree == has_tree
             and key.hidden_width == hidden_width
+            and key.shares_kv == shares_kv
             and key.num_reqs >= num_reqs
             and key.num_tokens >= num_tokens
             and (key.tag == MIXED or key.width >= widest)
@@ -209,7 +222,7 @@ def kind_of(key: GraphKey) -> str:
     """Returns the kind of a graph, for the log."""
     steps = f"{key.num_steps} {key.tag}" if key.num_steps > 1 else key.tag
     hidden = f", hidden states of {key.hidden_width}" if key.hidden_width else ""
-    return steps + hidden + ", trees" * key.has_tree
+    return steps + hidden + ", trees" * key.has_tree + ", shared prefixes" * key.shares_kv
 
 
 def _plain_keys(

@@ -206,6 +206,7 @@ class ModelRunner:
             hidden_width=model.hidden_width,
             reads_one_row=self.reads_one_row,
             draft_hidden_width=model.draft_hidden_width if steps_alone else 0,
+            shares_kv=capabilities.shares_kv and config.max_graph_width == 1,
         )
         keys.prefer_cheaper(self._graphs_ms)
         return keys

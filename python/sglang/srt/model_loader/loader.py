@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -191,7 +191,13 @@ def _name_unread(unread: Sequence[str], names: CheckpointNames, path: Path) -> N
     ):
         if found:
             few = ", ".join(found[:MAX_NAMED])
-            logger.info("%d weights of %s are %s, such as %s.", len(found), path, why, few)
+            are = "is" if len(found) == 1 else "are"
+            named = "such as" if len(found) > MAX_NAMED else "that is"
+            logger.info("%s of %s %s %s, %s %s.", _counted(found), path, are, why, named, few)
+
+
+def _counted(names: Collection[str]) -> str:
+    return "1 weight" if len(names) == 1 else f"{len(names)} weights"
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
@@ -370,7 +376,7 @@ class WeightPlaces:
         missing = set(self.names) - names - may_miss
         if missing:
             raise WeightMismatch(
-                f"lacks {len(missing)} weights, such as {min(missing)!r}",
+                f"lacks {_counted(missing)}, such as {min(missing)!r}",
                 "is the download complete?",
             )
 

@@ -142,9 +142,13 @@ class ServerFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields each metric; every one has the label model_name, and some one of few values."""
-        for figure in STATE_FIGURES:
-            if self.state.get(figure.key) is not None:
-                yield self._family(figure.name, figure.text, {(): self.state[figure.key]})
+        by_drafter: Mapping[str, Mapping[str, int]] = self.state.get("spec_by_drafter") or {}
+        for key, name, text in STATE_FIGURES:
+            if any(key in counts for counts in by_drafter.values()):
+                values: dict[Labels, float] = {(who,): by_drafter[who][key] for who in by_drafter}
+                yield self._family(name, text, values, ("drafter",))
+            elif self.state.get(key) is not None:
+                yield self._family(name, text, {(): self.state[key]})
         yield from self._pool()
         yield from self._drafts()
         if "stopped_process" in self.state:

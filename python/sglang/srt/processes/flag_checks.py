@@ -90,7 +90,7 @@ def check_flags(
         eos_token_ids=list(model.eos_token_ids),
         mtp_max_k=args.mtp_max_k if has_mtp else 0,
         mtp_refusal=None if drafter is None else MTP_IS_OFF,
-        drafters=[] if drafter is None else list(drafter.names),
+        drafters={} if drafter is None else dict(drafter.names),
         resolved={},
     )
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.srt.head_taps import usual_layers
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import Refusal
 from sglang.srt.server_args import ServerArgs
@@ -44,8 +45,8 @@ def returned_layers(
     if args.hidden_states_folder is None:
         return ()
     if text is None:
-        usual = {min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)}
-        return tuple(of_drafter or sorted(usual))
+        there = {min(max(layer, 0), num_layers - 1) for layer in usual_layers(num_layers)}
+        return tuple(of_drafter or sorted(there))
     words = [word.strip() for word in text.split(",")]
     layers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 6]
     is_right = len(layers) == len(words) == len({*layers}) and max(layers) < num_layers

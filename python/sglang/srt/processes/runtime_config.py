@@ -177,6 +177,7 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         num_draft_steps=needs.num_steps,
         num_tree_tokens=tree_tokens,
         draft_tiers=tuple(needs.tiers),
+        drafters=() if drafter is None or len(drafter.shown) == 1 else drafter.shown,
     )
     return replace(config, execution=execution, scheduler=scheduler, drafter=drafter)
 

@@ -174,7 +174,7 @@ def _info(
         eos_token_ids=list(config.model.eos_token_ids),
         mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
         mtp_refusal=None if config.drafter is None or config.mtp is not None else MTP_IS_OFF,
-        drafters=[] if drafter is None else list(drafter.names),
+        drafters={} if drafter is None else dict(drafter.names),
         hidden_layers=hidden_layers,
         hidden_row_bytes=len(hidden_layers) * config.model.hidden_size * DTYPE_BYTES[dtype],
         resolved={

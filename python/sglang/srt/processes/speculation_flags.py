@@ -37,7 +37,6 @@ from sglang.srt.processes.round_flags import (
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculation_args import SpeculationArgs
 from sglang.srt.speculative.drafter_configs import (
-    NGRAM_NAME,
     EagleConfig,
     NgramConfig,
     NgramLimits,
@@ -45,7 +44,7 @@ from sglang.srt.speculative.drafter_configs import (
     StandaloneConfig,
 )
 from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_info import NGRAM, SpeculativeAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,6 @@ class Algorithm:
         draft_model: says what `--speculative-draft-model-path` must name; None: it may be
             left out, or it takes none.
         instead: for flags that it does not take, what to do, or what happens.
-        parts: see `DrafterConfig`.
     """
 
     drafter: str
@@ -97,7 +95,6 @@ class Algorithm:
     options: Callable[[Asked], Any]
     draft_model: str | None = None
     instead: Mapping[str, str] = field(default_factory=dict)
-    parts: tuple[str, ...] = ()
 
 
 def drafter_from_flags(asked: Asked) -> DrafterConfig | None:
@@ -120,7 +117,7 @@ def drafter_from_flags(asked: Asked) -> DrafterConfig | None:
         raise ConfigError(str(error)) from None
     single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
     thresholds = AcceptThresholds(single, acc)
-    return DrafterConfig(algorithm.drafter, options, thresholds, algorithm.parts)
+    return DrafterConfig(algorithm.drafter, options, thresholds, _asked_as(_chosen(args)))
 
 
 def adaptive_strategy(args: ServerArgs) -> str | None:
@@ -130,10 +127,11 @@ def adaptive_strategy(args: ServerArgs) -> str | None:
     return strategy_of(args) if follows else None
 
 
-def _algorithm(args: ServerArgs) -> Algorithm | None:
+def _chosen(args: ServerArgs) -> list[SpeculativeAlgorithm]:
+    """Reads `--speculative-algorithm`: none, one, or one with a model and NGRAM."""
     names = args.speculative_algorithm
     if names is None:
-        return None
+        return []
     words = [name.strip() for name in names.split(",")]
     if "" in words:
         remedy = "name one drafter, or one with a model and NGRAM"
@@ -141,12 +139,26 @@ def _algorithm(args: ServerArgs) -> Algorithm | None:
     chosen = {SpeculativeAlgorithm.from_string(word) for word in words}
     if len(chosen) < len(words):
         raise Refusal(as_flag(ALGORITHM, names), "names one drafter twice", "name it once")
-    models = sorted(chosen - {SpeculativeAlgorithm.NGRAM})
+    models = sorted(chosen - {NGRAM})
     if len(models) > 1:
         remedy = "name one of them, or one and NGRAM"
         raise Refusal(as_flag(ALGORITHM, names), "has two drafters with models", remedy)
-    algorithm = ALGORITHMS[models[0] if models else SpeculativeAlgorithm.NGRAM]
-    return _beside_ngrams(algorithm) if models and len(chosen) > 1 else algorithm
+    return models + [NGRAM] * (NGRAM in chosen)
+
+
+def _algorithm(args: ServerArgs) -> Algorithm | None:
+    chosen = _chosen(args)
+    if not chosen:
+        return None
+    algorithm = ALGORITHMS[chosen[0]]
+    return algorithm if len(chosen) == 1 else _beside_ngrams(algorithm)
+
+
+def _asked_as(chosen: list[SpeculativeAlgorithm]) -> dict[str, str]:
+    """Returns `DrafterConfig.asked_as`: a request may name the algorithm or what drafts for it."""
+    return {
+        name: each.lower() for each in chosen for name in (each.lower(), ALGORITHMS[each].drafter)
+    }
 
 
 def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
@@ -162,7 +174,7 @@ def _check_given(args: ServerArgs, algorithm: Algorithm | None) -> None:
             need = as_flag(NEEDS[name])
         else:
             continue
-        if algorithm is not None and algorithm.parts and name not in flags:
+        if len(_chosen(args)) > 1 and name not in flags:
             both = as_flag(ALGORITHM, args.speculative_algorithm)
             remedy = instead.get(name, "leave it out")
             raise Refusal(both, f"does not take {as_flag(name)}", remedy)
@@ -251,7 +263,9 @@ def _beside_ngrams(model: Algorithm) -> Algorithm:
         options = model.options(asked)
         count = options.rounds.num_steps
         ngrams = _ngrams(asked, RoundOptions(count, num_free=count))
-        return PairConfig(drafter=DrafterConfig(model.drafter, options), ngrams=ngrams)
+        names = _asked_as(_chosen(asked.args)[:1])
+        drafter = DrafterConfig(model.drafter, options, asked_as=names)
+        return PairConfig(drafter=drafter, ngrams=ngrams)
 
     chains = "leave it out: two drafters on one server draft chains"
     return replace(
@@ -260,7 +274,6 @@ def _beside_ngrams(model: Algorithm) -> Algorithm:
         flags=(model.flags | OF_NGRAM) - {TOPK, *BREADTHS},
         options=pair,
         instead=dict.fromkeys((TOPK, *BREADTHS), chains),
-        parts=(model.drafter, NGRAM_NAME),
     )
 
 
@@ -280,7 +293,7 @@ ALGORITHMS = {
         options=_standalone,
         draft_model="a smaller model with the same tokenizer",
     ),
-    SpeculativeAlgorithm.NGRAM: Algorithm(
+    NGRAM: Algorithm(
         drafter="ngram",
         flags=OF_ALL | OF_NGRAM,
         options=_ngram,

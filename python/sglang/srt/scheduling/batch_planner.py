@@ -10,6 +10,7 @@ from sglang.srt.lookahead.prompt_budget import (
     FixedBudget,
     PromptBudget,
 )
+from sglang.srt.mem_cache.shared_prefixes import SharedPrefixes
 from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import (
@@ -74,6 +75,7 @@ class BatchPlanner:
         self._budget = budget or FixedBudget(config.chunked_prefill_size)
         self._lifecycle = lifecycle
         self._ledger = lifecycle.ledger
+        self._shared_prefixes = SharedPrefixes(lifecycle.ledger)
         self._ratio = ratio
         self._admission = AdmissionPolicy(lifecycle.ledger, ratio)
         self._num_saved = 0
@@ -99,6 +101,7 @@ class BatchPlanner:
         if step.is_empty:
             return None
         self._ratio.on_step()
+        step.shared_prefixes = self._shared_prefixes.find(step.decoded_kv)
         return step.build(self._ledger.take_table_writes(), self._lifecycle.take_ended_texts())
 
     def observe(self, price_ms: float, took_ms: float) -> None:

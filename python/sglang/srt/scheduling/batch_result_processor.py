@@ -80,7 +80,8 @@ class BatchResultProcessor:
                 num_kept = result.kept_lens[index]
                 if result.num_drafts and result.num_drafts[index]:
                     num_confirmed = result.accept_lens[index] - 1
-                    req.count_drafts(result.num_drafts[index], num_confirmed)
+                    maker = result.makers[index] if result.makers else None
+                    req.count_drafts(result.num_drafts[index], num_confirmed, maker)
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
                 if row.ends_prompt and accepted:
                     read_prompts.append(req)
@@ -103,9 +104,13 @@ class BatchResultProcessor:
         )
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """Ends a request and queues its last output. Its file is complete then."""
-        if req.hidden_file is not None and reason.type != "abort":
-            reason = req.hidden_file.finish(req.num_hidden) or reason
+        """Ends a request and queues its last output. Its file is complete then, or given
+        up."""
+        if req.hidden_file is not None:
+            if reason.type == "abort":
+                req.hidden_file.drop()
+            else:
+                reason = req.hidden_file.finish(req.num_hidden) or reason
         self._lifecycle.finish(req, reason)
         self._queue_output(req)
 
@@ -170,6 +175,7 @@ class BatchResultProcessor:
                 weight_spans={} if req.spans_were_sent else deepcopy(req.weight_spans),
                 num_proposed_drafts=req.num_proposed_drafts,
                 accept_histogram=list(req.accept_histogram),
+                drafts_by=dict(req.drafts_by),
                 queue_time_s=None if req.was_reported else req.queue_time_s,
             )
         )

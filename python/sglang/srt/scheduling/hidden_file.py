@@ -1,4 +1,4 @@
-"""Hidden states of one request in a safetensors file, written while the request runs."""
+"""Hidden states of one request in a safetensors file, which a thread writes meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import BinaryIO
 
 import torch
@@ -18,9 +21,36 @@ logger = logging.getLogger(__name__)
 
 TENSOR = "hidden_states"
 HEADER_BYTES = 4096  # of the file's beginning, whose text is written last: it has the counts
-FLUSH_BYTES = 1 << 20  # so much is collected before it is written
+FLUSH_BYTES = 1 << 18  # so much is collected before it is written
+MOST_WAITING_BYTES = 1 << 30  # of all files, until steps wait for the disk
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 REMEDY = "see --hidden-states-folder: does it have room?"
+
+
+class FileWriter:
+    """Writes in a thread, in the order of the calls, so that steps go on meanwhile."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "files of hidden states")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._num_bytes = 0  # of `_waiting`
+
+    def write(self, write: Callable[[], None], num_bytes: int) -> Future[None]:
+        """Calls `write`, which raises nothing, as soon as all earlier calls are done. Waits for
+        earlier ones while there are more than MOST_WAITING_BYTES.
+
+        Args:
+            num_bytes: that are kept in memory until then.
+        """
+        future = self._thread.submit(write)
+        self._waiting.append((future, num_bytes))
+        self._num_bytes += num_bytes
+        waiting = self._waiting
+        while waiting and (waiting[0][0].done() or self._num_bytes > MOST_WAITING_BYTES):
+            oldest, size = waiting.popleft()
+            oldest.result()
+            self._num_bytes -= size
+        return future
 
 
 class HiddenFile:
@@ -33,8 +63,11 @@ class HiddenFile:
         problem: why the file cannot be written; None: it can be.
     """
 
-    def __init__(self, options: HiddenFileOptions) -> None:
+    def __init__(self, options: HiddenFileOptions, writer: FileWriter) -> None:
         self._options = options
+        self._writer = writer
+        self._last: Future[None] | None = None  # what is still to be written
+        self._is_dropped = False
         self._waiting = bytearray()
         self._num_written = 0  # bytes
         self._shape: tuple[int, ...] = ()  # of a row
@@ -42,28 +75,31 @@ class HiddenFile:
         self.problem: str | None = None
 
     @classmethod
-    def of(cls, options: HiddenFileOptions | None) -> HiddenFile | None:
+    def of(cls, options: HiddenFileOptions | None, writer: FileWriter) -> HiddenFile | None:
         """Makes the file of a request that has one."""
-        return None if options is None else cls(options)
+        return None if options is None else cls(options, writer)
 
     def add(self, states: torch.Tensor) -> None:
         """Adds rows [n, layers, hidden_size], which may be overwritten afterwards."""
         if len(states) == 0 or self.problem is not None:
             return
         self._shape, self._dtype = tuple(states.shape[1:]), states.dtype
-        part = states.contiguous().view(torch.uint8).flatten().numpy().data
-        if len(part) < FLUSH_BYTES:
-            self._waiting += part
-        if len(self._waiting) >= FLUSH_BYTES or len(part) >= FLUSH_BYTES:
+        if states.nbytes >= FLUSH_BYTES:  # of a prompt: torch copies in several threads
             self._write(self._waiting)
             self._waiting = bytearray()
-        if len(part) >= FLUSH_BYTES:  # of a prompt: not worth a copy
-            self._write(part)
+            self._write(_bytes_of(states.clone()))
+            return
+        self._waiting += _bytes_of(states)
+        if len(self._waiting) >= FLUSH_BYTES:
+            self._write(self._waiting)
+            self._waiting = bytearray()
 
     def finish(self, num_rows: int) -> FinishReason | None:
         """Completes the file with its first `num_rows` rows; returns why the request ends with an
         error instead, if it does."""
         self._write(self._waiting)
+        if self._last is not None:
+            self._last.result()
         self._try(lambda: self._complete(num_rows))
         if self.problem is None:
             return None
@@ -71,9 +107,14 @@ class HiddenFile:
             type="abort", message=self.problem, status_code=500, err_type="InternalServerError"
         )
 
+    def drop(self) -> None:
+        """Writes nothing more: the request ends early."""
+        self._is_dropped = True
+
     def _write(self, rows: bytearray | memoryview) -> None:
         if rows:
-            self._try(lambda: self._append(rows))
+            append = partial(self._append, rows)
+            self._last = self._writer.write(partial(self._try, append), len(rows))
 
     def _append(self, rows: bytearray | memoryview) -> None:
         is_first = self._num_written == 0
@@ -110,11 +151,17 @@ class HiddenFile:
         return os.fdopen(os.open(self._options.path, flags), "wb")
 
     def _try(self, write: Callable[[], None]) -> None:
-        """Writes, unless that has failed before."""
-        if self.problem is not None:
+        """Writes, unless that has failed before or nobody wants the file."""
+        if self.problem is not None or self._is_dropped:
             return
         try:
             write()
         except OSError as error:
+            if self._is_dropped:  # and removed meanwhile
+                return
             self.problem = f"Its hidden states cannot be stored: {error.strerror}; {REMEDY}"
             logger.warning("%s: %s", self._options.path, self.problem)
+
+
+def _bytes_of(states: torch.Tensor) -> memoryview:
+    return states.contiguous().view(torch.uint8).flatten().numpy().data

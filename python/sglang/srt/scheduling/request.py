@@ -42,7 +42,7 @@ class Req:
         hidden_file: takes its hidden states instead of the answer; None: none does.
         num_hidden: positions whose hidden states have been read.
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
-        num_proposed_drafts, accept_histogram: see `ReqOutput`.
+        num_proposed_drafts, accept_histogram, drafts_by: see `ReqOutput`.
         num_sent, was_reported: output tokens sent to the client; whether anything was sent.
         weight_spans: of each model the labels of the weights that generated the output, each with
             the index of its first token.
@@ -85,6 +85,7 @@ class Req:
     step_len_news: list[int] = field(default_factory=list)
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
+    drafts_by: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_sent: int = 0
     was_reported: bool = False
     num_cached_tokens: int = 0
@@ -150,12 +151,16 @@ class Req:
             spans.append((weight_version, start))
         self.spans_were_sent = False
 
-    def count_drafts(self, num_drafts: int, num_confirmed: int) -> None:
-        """Counts the drafts of a step that verified at least one."""
+    def count_drafts(self, num_drafts: int, num_confirmed: int, maker: str | None) -> None:
+        """Counts the drafts of a step that verified at least one, with the name of their drafter if
+        the server has several."""
         self.num_proposed_drafts += num_drafts
         missing = num_confirmed + 1 - len(self.accept_histogram)
         self.accept_histogram += [0] * missing
         self.accept_histogram[num_confirmed] += 1
+        if maker is not None:
+            proposed, correct = self.drafts_by.get(maker, (0, 0))
+            self.drafts_by[maker] = proposed + num_drafts, correct + num_confirmed
 
     def add_hidden(self, states: torch.Tensor) -> None:
         """Adds the hidden states of the next positions, see `HostResult`."""

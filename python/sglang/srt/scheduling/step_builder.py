@@ -8,7 +8,8 @@ import numpy as np
 
 from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.lookahead.prompt_budget import PromptAllowance
-from sglang.srt.mem_cache.kv_ledger import KVLedger, PageTableWrites
+from sglang.srt.mem_cache.kv_ledger import KVLedger, PageTableWrites, RequestKV
+from sglang.srt.mem_cache.memory_pool import SharedPrefix
 from sglang.srt.scheduling.logprobs_and_hidden import hidden_rows, logprob_plan, scored_rows
 from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.step.worker import BatchRequest, EndedText, NewRow, ScheduleBatch
@@ -38,15 +39,24 @@ class StepBuilder:
 
     Attributes:
         price_ms: see `PlannedStep`.
+        shared_prefixes: see `ScheduleBatch`.
     """
 
     price_ms: float | None = None
+    shared_prefixes: list[SharedPrefix] = field(default_factory=list)
     _prompts: list[LaunchedRow] = field(default_factory=list)
     _decodes: list[LaunchedRow] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         return not (self._prompts or self._decodes)
+
+    @property
+    def decoded_kv(self) -> list[RequestKV]:
+        """The KV of its requests in their order, if each feeds one row of its output; else none."""
+        if self._prompts or any(row.batch_request.max_q_len > 1 for row in self._decodes):
+            return []
+        return [row.req.kv for row in self._decodes if row.req.kv is not None]
 
     def add_decode(self, req: Req) -> None:
         """Adds a request that feeds its pending tokens."""
@@ -71,6 +81,7 @@ class StepBuilder:
             logprobs=logprob_plan(rows),
             hidden_rows=[(index, each) for index, row in enumerate(rows) for each in row.hidden],
             ended_texts=ended_texts,
+            shared_prefixes=self.shared_prefixes,
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
         is_priced = not (returns_prompts or batch.hidden_rows)

@@ -31,7 +31,7 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import AcceptedTokens, RowLayout
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import DraftMakers, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,11 @@ class Drafter(Protocol):
     def lens(self) -> torch.Tensor | None:
         """Returns the lengths that the planner wants of each row of the page table, [N] int64, as
         the last step leaves them: pending tokens, or lengths of matches. None: it wants none."""
+        return None
+
+    def makers(self, rows: torch.Tensor) -> DraftMakers | None:
+        """Says which of several drafters made the drafts that rows [R] int64 hold, in new tensors;
+        None: one makes all."""
         return None
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:

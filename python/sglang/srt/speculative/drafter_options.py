@@ -38,18 +38,24 @@ class DrafterConfig:
         name: in `DRAFTERS` (registry.py).
         options: what that drafter takes.
         thresholds: which of its drafts are accepted.
-        parts: names of the drafters that it is made of; empty: it is one.
+        asked_as: names by which requests choose a drafter, in lower case, each with the name that
+            people are shown. Empty: `name` alone.
     """
 
     name: str
     options: Any
     thresholds: AcceptThresholds = EXACT
-    parts: tuple[str, ...] = ()
+    asked_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Returns the names that a request may choose from."""
-        return self.parts or (self.name,)
+    def names(self) -> Mapping[str, str]:
+        """Returns the names by which requests choose a drafter, each with the one that is shown."""
+        return self.asked_as or {self.name: self.name}
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Returns the names of its drafters, as people are shown them."""
+        return tuple(dict.fromkeys(self.names.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from sglang.srt.speculative.ngram_ops import NgramOps
 from sglang.srt.speculative.ngram_worker import DEFAULT_CAPACITY, planned_counts, within_budget
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import AcceptedTokens
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import DraftMakers, ScheduleBatch
 
 # Classes of the model's chains: shares of their drafts that are right, by the model itself.
 SHARES_OF_CLASS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
@@ -123,6 +123,8 @@ class PairDrafter(Drafter):
         self._wishes = [EITHER] * num_rows  # and on the device:
         self._wish_of_row = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._offsets = torch.arange(1, 1 + most, device=device)
+        self._names = (*options.drafter.shown, NGRAM_NAME)
+        self._maker_of_row = torch.zeros_like(self._wish_of_row)  # place in `_names`
 
     @staticmethod
     def needs(options: PairConfig) -> DrafterNeeds:
@@ -142,6 +144,9 @@ class PairDrafter(Drafter):
 
     def lens(self) -> torch.Tensor | None:
         return self._model.lens()
+
+    def makers(self, rows: torch.Tensor) -> DraftMakers:
+        return DraftMakers(self._names, self._maker_of_row[rows])
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         self.memory.admit(batch.new_rows)
@@ -184,7 +189,9 @@ class PairDrafter(Drafter):
         counts = within_budget(counts, found, self._corpus_budget)
         of_match = self._of_match.judge(rows, found.tokens, counts, found.match_lens)
         is_better = (wish == EITHER) & (of_match.expected > of_model.expected)
-        counts = torch.where(is_better | (wish == NGRAMS), counts, 0)
+        takes_match = is_better | (wish == NGRAMS)
+        self._maker_of_row[rows] = takes_match.to(torch.int64)
+        counts = torch.where(takes_match, counts, 0)
         drafts = EagleVerifyInput(
             found.tokens, of_match.chances, per_request_draft_token_num=counts
         )

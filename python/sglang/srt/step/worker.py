@@ -20,6 +20,7 @@ from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import SharedPrefix
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.token_constraint import TokenConstraint
@@ -127,6 +128,8 @@ class ScheduleBatch:
         logprobs: None when none are wanted.
         hidden_rows: rows whose last hidden states are returned. They may include rows that the
             worker did not feed, whose results mean nothing.
+        shared_prefixes: of requests that decode, where all do and each feeds one row at most; empty
+            where too little is known to be shared.
         constraint: restricts the tokens of requests with a grammar; None: no request has one.
     """
 
@@ -139,6 +142,7 @@ class ScheduleBatch:
     hidden_rows: list[RowRef] = field(default_factory=list)
     constraint: TokenConstraint | None = None
     ended_texts: list[EndedText] = field(default_factory=list)
+    shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
     @cached_property
     def rows(self) -> list[int]:
@@ -166,6 +170,18 @@ class ScheduleBatch:
         return self.logprobs is not None and bool(self.logprobs.emitting)
 
 
+class DraftMakers(NamedTuple):
+    """Says which of a server's drafters made the drafts of R requests.
+
+    Attributes:
+        names: of the drafters, as people are shown them.
+        of_request: [R] int64; place in `names`.
+    """
+
+    names: tuple[str, ...]
+    of_request: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class HostResult:
     """`GenerationBatchResult`, read.
@@ -175,6 +191,7 @@ class HostResult:
         num_drafts: R counts of drafts that were fed; empty where there were none.
         tier: see `GenerationBatchResult`.
         paths: R lists of M nodes, see `GenerationBatchResult`; empty where not asked for.
+        makers: R names of drafters, see `GenerationBatchResult`; empty where there is one.
         record: see `GenerationBatchResult`.
     """
 
@@ -187,6 +204,7 @@ class HostResult:
     num_drafts: list[int] = field(default_factory=list)
     tier: int = 0
     paths: list[list[int]] = field(default_factory=list)
+    makers: list[str] = field(default_factory=list)
     record: object = None
 
 
@@ -209,6 +227,7 @@ class GenerationBatchResult:
         paths: [R, M] int32; of each accepted token the node of its request's tree that it follows,
             0 is the certain token; the first accept_lens[i] of row i mean something. None: none
             asked for them (`StepPlan.wants_paths`).
+        makers: who made the drafts that were fed; None: one drafter makes all.
         record: what the worker wants to have back with the result (`Worker.observe`).
 
     The copy to the host begins when this is made.
@@ -223,6 +242,7 @@ class GenerationBatchResult:
     num_drafts: torch.Tensor | None = None
     tier: int = 0
     paths: torch.Tensor | None = None
+    makers: DraftMakers | None = None
     record: object = None
 
     _copy: HostCopy = field(init=False)
@@ -233,8 +253,8 @@ class GenerationBatchResult:
         object.__setattr__(self, "_copy", copy)
 
     def _copied(self) -> list[tuple[torch.Tensor, ...]]:
-        """Returns what goes to the host: lengths and tokens, counts of drafts, paths,
-        log-probabilities of both kinds, states."""
+        """Returns what goes to the host: lengths and tokens, counts of drafts, paths, who made the
+        drafts, log-probabilities of both kinds, states."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
         drafts = () if self.num_drafts is None else (self.num_drafts,)
         paths = () if self.paths is None else (self.paths,)
@@ -242,6 +262,7 @@ class GenerationBatchResult:
             (self.next_token_ids, self.accept_lens, self.kept_lens),
             drafts,
             paths,
+            () if self.makers is None else (self.makers.of_request,),
             () if emitted is None else emitted.tensors,
             () if prompts is None else prompts.tensors,
             () if hidden is None else (hidden,),
@@ -264,7 +285,7 @@ class GenerationBatchResult:
     def _outcome(self) -> HostResult:
         copies = iter(self._copy.read())
         sizes = [len(group) for group in self._copied()]
-        step, drafts, paths, *others = (list(islice(copies, size)) for size in sizes)
+        step, drafts, paths, makers, *others = (list(islice(copies, size)) for size in sizes)
         emitted, prompts, hidden = others
         token_ids, accept_lens, kept_lens = (tensor.tolist() for tensor in step)
         return HostResult(
@@ -277,8 +298,14 @@ class GenerationBatchResult:
             num_drafts=drafts[0].tolist() if drafts else [],
             tier=self.tier,
             paths=paths[0].tolist() if paths else [],
+            makers=self._names(makers),
             record=self.record,
         )
+
+    def _names(self, makers: list[torch.Tensor]) -> list[str]:
+        """Names the drafter of each request; makers: the copy of `DraftMakers.of_request`."""
+        names = () if self.makers is None else self.makers.names
+        return [names[place] for places in makers for place in places.tolist()]
 
 
 class Worker(Protocol):

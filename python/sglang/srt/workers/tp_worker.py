@@ -49,7 +49,7 @@ from sglang.srt.step.step_outputs import (
     taps_of_drafter,
 )
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
+from sglang.srt.step.worker import DraftMakers, GenerationBatchResult, HostResult, ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs
 
 
@@ -172,7 +172,8 @@ class TpModelWorker:
         if verified is None:
             return self._run_pieces(batch, record)
         hidden = hidden_states(batch, verified.run, self._capture)
-        result = _result(batch, record, verified.run.accepted, hidden=hidden)
+        makers = self._drafter.makers(verified.extended.rows)
+        result = _result(batch, record, verified.run.accepted, makers, hidden=hidden)
         self._propose(verified.extended)
         return result
 
@@ -196,12 +197,12 @@ class TpModelWorker:
             batch,
             record,
             drawing.given,
+            self._drafter.makers(inputs.rows),
             emitted_logprobs=self._emitted_logprobs(step, drawing),
             prompt_logprobs=prompts,
             hidden=hidden_states(batch, run, self._capture),
         )
-        fed = self._left_out.fed(step)
-        if fed is not None:
+        if (fed := self._left_out.fed(step)) is not None:
             output = self._drafter.extend(fed)
             self._propose(ExtendedStep(fed.batch, fed.plan, self._state, fed.inputs.rows, output))
         if self._on_step is not None:
@@ -387,6 +388,7 @@ def _result(
     batch: ScheduleBatch,
     record: StepRecord,
     accepted: AcceptedTokens,
+    makers: DraftMakers | None,
     emitted_logprobs: LogprobTensors | None = None,
     prompt_logprobs: LogprobTensors | None = None,
     hidden: torch.Tensor | None = None,
@@ -394,9 +396,8 @@ def _result(
     """Returns what the scheduler is told of a step. Its copy to the host begins here."""
     plan = record.plan
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
-    if (
-        plan.is_plain and batch.constraint is None
-    ):  # which the host knows: nothing more is copied from the device
+    if plan.is_plain and batch.constraint is None:
+        # The host knows these: nothing more is copied from the device.
         accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
         kept_lens = torch.tensor(plan.counts.q_lens)
     return GenerationBatchResult(
@@ -407,6 +408,7 @@ def _result(
         prompt_logprobs=prompt_logprobs,
         hidden_states=hidden,
         num_drafts=accepted.num_drafts,
+        makers=None if accepted.num_drafts is None else makers,
         tier=plan.tier,
         paths=accepted.path if plan.wants_paths else None,
         record=record,

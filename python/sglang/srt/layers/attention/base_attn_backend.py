@@ -38,6 +38,7 @@ class AttentionCapabilities:
             of a plan depends on the key alone. So one graph may have several such steps, each
             planned in the capture, and a replay plans nothing.
         reads_kv_starts: it obeys `MHATokenToKVPool.kv_starts`.
+        shares_kv: it gains from `ForwardBatch.shared_prefixes`, in graphs of their own.
     """
 
     devices: frozenset[str]
@@ -49,6 +50,7 @@ class AttentionCapabilities:
     reads_q_starts: bool
     captures_plans: bool
     reads_kv_starts: bool
+    shares_kv: bool = False
     max_mask_entries: int | None = None
 
     def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:

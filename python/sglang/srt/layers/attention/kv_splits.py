@@ -12,14 +12,19 @@ MAX_ROUNDS = 2  # programs of splits for each multiprocessor; memory is reserved
 PROGRAM_TILES, SUM_TILES, SUM_TILES_OF_A_PROGRAM = 1.0, 2.0, 1 / 32
 
 
-def choose_splits(tiles: Sequence[int], num_kv_heads: int, num_multiprocessors: int) -> int:
+def choose_splits(
+    tiles: Sequence[int],
+    num_kv_heads: int,
+    num_multiprocessors: int,
+    max_splits: int = MAX_SPLITS,
+) -> int:
     """Returns the number of splits with which a step's items should end earliest.
 
     Args:
         tiles: of KV that each item sees.
     """
     most = MAX_ROUNDS * num_multiprocessors // max(len(tiles) * num_kv_heads, 1)
-    choices = range(1, max(1, min(most, MAX_SPLITS)) + 1)
+    choices = range(1, max(1, min(most, max_splits)) + 1)
     return min(choices, key=lambda n: _tiles_until_end(tiles, num_kv_heads, num_multiprocessors, n))
 
 

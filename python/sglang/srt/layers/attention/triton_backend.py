@@ -12,6 +12,7 @@ from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, MAX_SPLITS, choose_splits
 from sglang.srt.layers.attention.prompt_attention import PromptAttention
+from sglang.srt.layers.attention.shared_prefixes import SharedPrefixAttention
 from sglang.srt.layers.attention.triton_ops.item_groups import ItemGroups, ItemRoom, RowLimits
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
 from sglang.srt.layers.attention.triton_ops.kernels import (
@@ -26,7 +27,7 @@ from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.forward_batch import MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import INTERPRETED, beside_each_other
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool, SharedPrefix
 
 MIN_SPLITS = 3  # with fewer, adding up costs more than they gain
 # Programs of a packed graph's wide items, most of them empty, for each program that fills the GPU.
@@ -115,6 +116,8 @@ class TritonBackend:
         num_shares = 0 if self._prompts else MAX_ROUNDS * self._num_multiprocessors
         size = workspace_size(num_shares, tuning.few.block_m, head_dim)
         self._many_workspace = torch.full((size,), float("nan"), device=self._device)
+        self._shared: SharedPrefixAttention | None = None
+        self._shares_kv = False
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
         self._no_items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
@@ -140,6 +143,7 @@ class TritonBackend:
             reads_q_starts=True,
             captures_plans=True,
             reads_kv_starts=True,
+            shares_kv=True,
         )
 
     @property
@@ -156,11 +160,14 @@ class TritonBackend:
             tree_starts=batch.tree_starts,
             q_starts=batch.q_starts,
         )
+        self._shares_kv = False
         prompts = self._plan_prompts(batch)
         if batch.graph_key is not None:
             self._plan_graph(batch, batch.graph_key, prompts)
         elif len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= self._limits.few:
             self._plan_uniform(batch.q_lens[0], len(batch.q_lens), max(batch.kv_len_upper_bounds))
+            if batch.shared_prefixes:
+                self._plan_shared(batch.shared_prefixes)
         else:
             self._plan_ragged(batch, prompts)
 
@@ -169,6 +176,9 @@ class TritonBackend:
         few, many, paged = self._few, self._many, self._paged
         kv, window = self._kv_pool.kv[layer], self._windows[layer]
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+        if self._shares_kv and self._shared is not None and window is None:
+            self._shared.forward(q, kv, out, paged)
+            return out
         if self._prompts is not None:
             self._prompts.forward(layer, q, out, paged, window)
         launches = iter(beside_each_other(len(few) + (len(many.items) > 0)))
@@ -208,6 +218,19 @@ class TritonBackend:
         self._few = [self._few_rows(items, q_len, longest, self._wide_workspace)]
         self._many = ManyRows(self._no_items, self._tuning.extend, None)
 
+    def _plan_shared(self, prefixes: list[SharedPrefix]) -> None:
+        """Plans prefixes of requests of one row each, which `_plan_uniform` has planned."""
+        if self._kv_pool.kv_starts is not None:
+            return
+        if self._shared is None:
+            kv, num_rows = self._kv_pool.kv[0], self._table.shape[0]
+            self._shared = SharedPrefixAttention(
+                kv, self._group, num_rows, self._tuning, self._wide_workspace
+            )
+        (own,) = self._few
+        self._shared.plan(prefixes, own.items, own.tiles, own.num_splits)
+        self._shares_kv = True
+
     def _plan_ragged(self, batch: ForwardBatch, prompts: frozenset[int]) -> None:
         """Plans all items of requests that are not in `prompts`, with one copy to the device."""
         limits, bounds = self._limits, batch.kv_len_upper_bounds
@@ -227,6 +250,8 @@ class TritonBackend:
         longest = self._table.shape[1]
         if key.is_uniform and key.width <= self._limits.few:
             self._plan_uniform(key.width, key.num_reqs, longest)
+            if key.shares_kv:
+                self._plan_shared(batch.shared_prefixes)
             return
         if key not in self._graph_items:
             limits = self._graph_limits(key)

@@ -9,7 +9,10 @@ import triton
 
 from sglang.srt.layers.attention.triton_ops.kernels import Tiles
 from sglang.srt.layers.triton_launch import INTERPRETED
-from sglang.srt.platform import num_multiprocessors
+from sglang.srt.platform import num_multiprocessors, shared_memory_bytes
+
+# Shared memory that tiles of 64 x 128 take, which hold two of K and V.
+LARGE_SHARED_BYTES = 150 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,7 @@ class Tuning:
         split: for narrow items whose KV is split.
         whole: for the same without a split, while the GPU has room for all programs at once.
         crowded: for the same when it has not.
+        shared: for prefixes that requests share.
         num_programs: programs of all items that fill the GPU.
         num_split_programs: the KV of few requests is split until there are this many, of narrow
             items; of wide ones until there are `num_programs`.
@@ -38,6 +42,7 @@ class Tuning:
     split: Tiles
     whole: Tiles
     crowded: Tiles
+    shared: Tiles
     num_programs: int
     num_split_programs: int
     max_splits: int
@@ -54,6 +59,7 @@ class Tuning:
                 split=tiles,
                 whole=tiles,
                 crowded=tiles,
+                shared=replace(tiles, block_m=2 * tiles.block_m),
                 num_programs=16,
                 num_split_programs=16,
                 max_splits=8,
@@ -71,12 +77,16 @@ class Tuning:
             few = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
             split = whole = Tiles(block_m=16, block_n=64, num_warps=2, num_stages=2)
             crowded = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=3)
+        has_room = shared_memory_bytes(device) >= LARGE_SHARED_BYTES
+        is_large = has_room and dtype != torch.float32 and head_dim <= 128
+        shared = Tiles(block_m=64, block_n=128, num_warps=4, num_stages=2) if is_large else few
         return cls(
             extend=replace(extend, block_m=max(extend.block_m, least_m)),
             few=replace(few, block_m=max(few.block_m, least_m)),
             split=split,
             whole=whole,
             crowded=crowded,
+            shared=replace(shared, block_m=max(shared.block_m, least_m)),
             num_programs=2 * num_multiprocessors(device),
             num_split_programs=4 * num_multiprocessors(device),
             max_splits=64,

@@ -166,11 +166,6 @@ class Profile(msgspec.Struct):
     head: Kept[KeptDrafts]
     format: Literal[4] = 4
 
-    @property
-    def measured_s(self) -> float:
-        """Seconds that measuring took, of the target and of its head."""
-        return self.target.prices.measured_s + self.head.prices.measured_s
-
 
 def _pairs(curve: Curve) -> list[tuple[int, float]]:
     return [*zip(curve.sizes, curve.costs_ms, strict=True)]
@@ -195,12 +190,16 @@ class TileSpecProfiler:
         self._path = folder_of(cache_dir, target) / FILE_NAME
         self._target = target
 
-    def target(self, measure: Callable[[], PriceTable]) -> PriceTable:
-        """Prices of the target's steps."""
+    def target(
+        self, measure: Callable[[], PriceTable], holds: Callable[[PriceTable], bool]
+    ) -> PriceTable:
+        """Prices of the target's steps: those that are kept, if `holds` says so of their graphs."""
         try:
             profile = read_profile(self._path, Profile, self._target)
             if profile is not None:
-                return profile.target.checked(self._target).table_of(self._target)
+                prices = profile.target.checked(self._target).table_of(self._target)
+                if not prices.graphs_ms or holds(prices):
+                    return prices
         except ProfileError as error:
             logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
         return measure()

@@ -146,7 +146,7 @@ def packed_mask(
 
 
 @triton.jit
-def _attend_tiles(
+def attend_tiles(
     q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, depth, ancestors,
     tree_start, start, end, window, scale,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -214,7 +214,7 @@ def attend_range(
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """(acc, top, total) of `_attend_tiles` for an item's rows over the KV positions start..end, the
+    """(acc, top, total) of `attend_tiles` for an item's rows over the KV positions start..end, the
     tiles before `whole_end` without masks. What is past the row of the table is not read."""
     width = table_width - kv_start
     report_outside(outside_ptr, end - 1 + kv_start, end > width)
@@ -241,12 +241,12 @@ def attend_range(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if not HAS_WINDOW:
-        acc, top, total = _attend_tiles(
+        acc, top, total = attend_tiles(
             q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, depths,
             ancestors, tree_start, start, tl.minimum(end, whole_end), window, scale,
             False, False, False, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    acc, top, total = _attend_tiles(
+    acc, top, total = attend_tiles(
         q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, depths,
         ancestors, tree_start, tl.maximum(start, whole_end), end, window, scale,
         True, HAS_WINDOW, HAS_TREE, HEAD_DIM, BLOCK_N, BLOCK_D,
