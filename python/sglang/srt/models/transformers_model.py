@@ -21,7 +21,13 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
-from sglang.srt.transformers_config import in_one_line, model_class, read_config, text_entries
+from sglang.srt.transformers_config import (
+    Entries,
+    in_one_line,
+    model_class,
+    read_config,
+    text_entries,
+)
 
 ATTENTION = "paged_pool"  # its name in transformers' attention interface
 # What models pass to attention beside the form of scores and the window, and what may be there
@@ -107,11 +113,12 @@ class TransformersModel(Model):
         super().__init__()
         self._config, self._step = config, TransformersStep()
         code = _make(config)
-        problem = _note_calls(code, self._step) or _why_not_calls(self._step.calls, config)
+        calls, entries = self._step.calls, Entries(code.config)
+        problem = _note_calls(code, self._step) or _why_not_calls(calls, config, entries)
         if problem is not None:
             raise config.refusal(problem)
-        self.windows = tuple(call.options.get("sliding_window") for call in self._step.calls)
-        self.scores = _scores_of(self._step.calls[0])
+        self.windows = tuple(call.options.get("sliding_window") for call in calls)
+        self.scores = _scores_of(calls[0])
         exchange(code, self._step)
         _tap_layers(code.base_model, config.num_layers, self._step)
         for name, module in code.named_children():
@@ -259,7 +266,7 @@ def _plain_tensors(code: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
+def _why_not_calls(calls: list[LayerCall], config: ModelConfig, entries: Entries) -> str | None:
     """Says why these calls of attention cannot be served; None if they can."""
     if [call.layer for call in calls] != list(range(config.num_layers)):
         return "its layers do not each call attention once, in their order"
@@ -276,12 +283,10 @@ def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
                 return f"layer {call.layer} gives attention {name!r}, which is not supported"
     if any(_scores_of(call) != _scores_of(calls[0]) for call in calls):
         return "its layers scale or cap the scores of attention differently"
-    types = text_entries(config.hf).get("layer_types")
-    windows = [call.options.get("sliding_window") for call in calls]
-    if isinstance(types, list):
-        has_window = [name == "sliding_attention" for name in types[: config.num_layers]]
-        if [window is not None for window in windows] != has_window:
-            return "its code does not tell attention which layers have a sliding window"
+    types = entries("layer_types") or ["sliding_attention"] * config.num_layers
+    has_window = [entries("sliding_window") and name == "sliding_attention" for name in types]
+    if [bool(call.options.get("sliding_window")) for call in calls] != [*map(bool, has_window)]:
+        return "its code does not tell attention which layers have a sliding window"
     return None
 
 
