@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,6 +20,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
+from sglang.srt.shard import WHOLE
 from sglang.srt.transformers_config import (
     Entries,
     in_one_line,
@@ -113,13 +113,14 @@ class TransformersModel(Model):
         super().__init__()
         self._config, self._step = config, TransformersStep()
         code = _make(config)
+        exchange(code.base_model, self._step, config.shard, code.config.base_model_tp_plan or {})
+        exchange(code, self._step, WHOLE, {})
         calls, entries = self._step.calls, Entries(code.config)
         problem = _note_calls(code, self._step) or _why_not_calls(calls, config, entries)
         if problem is not None:
             raise config.refusal(problem)
         self.windows = tuple(call.options.get("sliding_window") for call in calls)
         self.scores = _scores_of(calls[0])
-        exchange(code, self._step)
         _tap_layers(code.base_model, config.num_layers, self._step)
         for name, module in code.named_children():
             self.add_module(name, module)
@@ -207,8 +208,7 @@ def _make(config: ModelConfig) -> Any:
     made = read_config({**entries, "num_hidden_layers": count})
     made._attn_implementation = ATTENTION
     try:
-        with initialization.no_init_weights():
-            return model_class(made)(made).eval()
+        return model_class(made)(made).eval()
     except WRONG_CODE as error:
         raise config.refusal(f"transformers cannot make the model ({in_one_line(error)})") from None
 
@@ -271,8 +271,11 @@ def _why_not_calls(calls: list[LayerCall], config: ModelConfig, entries: Entries
     if [call.layer for call in calls] != list(range(config.num_layers)):
         return "its layers do not each call attention once, in their order"
     size = config.head_dim
-    heads = (config.num_heads, config.num_kv_heads, size, size, size)
+    num_heads, num_kv_heads = map(config.shard.part, (config.num_heads, config.num_kv_heads))
+    heads = (num_heads, num_kv_heads, size, size, size)
     for call in calls:
+        if call.heads != heads and call.heads[:2] == (config.num_heads, config.num_kv_heads):
+            return "transformers has no plan to divide its heads among ranks; leave --tp-size out"
         if call.heads != heads:
             return (
                 f"layer {call.layer} has query heads, KV heads and sizes of heads {call.heads}, but"

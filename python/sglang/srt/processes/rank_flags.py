@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.registry import TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 
 
@@ -19,11 +18,6 @@ def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
     """
     if args.tp_size == 1:
         return
-    if model.impl == TRANSFORMERS:
-        raise ConfigError(
-            f"--tp-size {args.tp_size} with transformers' modelling code, which computes"
-            f" {model.architecture}, is not built yet; leave --tp-size out."
-        )
     sizes = {
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
