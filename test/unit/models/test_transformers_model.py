@@ -41,7 +41,7 @@ from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
-from sglang.srt.models.exchanged_modules import StepGatedMLP, StepNorm
+from sglang.srt.models.exchanged_modules import StepGatedMLP, StepNorm, StepPart
 from sglang.srt.models.transformers_model import TransformersModel
 from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
 from sglang.srt.shard import Shard
@@ -199,13 +199,15 @@ def runner_over(path: Path, impl: str, **changes: Any) -> ModelRunner:
 
 
 def test_modules_with_known_code_are_exchanged(tmp_path: Path) -> None:
-    """The products of gate and up are one, and their names are the checkpoint's."""
-    runner = runner_over(build_own(tmp_path / "model", "qwen3"), TRANSFORMERS)
+    """Products of one input are one, and names of weights are the checkpoint's."""
+    path = build_own(tmp_path / "model", "qwen3")
+    runner = runner_over(path, TRANSFORMERS)
     kinds = [type(module) for module in runner.model.modules()]
     assert kinds.count(StepGatedMLP) == 2
+    assert kinds.count(StepPart) == 2 * 3
     assert kinds.count(StepNorm) == 2 * 4 + 1
     places = WeightPlaces(runner.model, runner.config.model)
-    assert "model.layers.0.mlp.up_proj.weight" in places.names
+    assert places.names == sorted(Model(path).reference.state_dict().keys() - places.shared.keys())
 
 
 # --- what goes by the contract of models ---------------------------------------------------------

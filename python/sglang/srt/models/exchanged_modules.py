@@ -17,6 +17,7 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.shard import WHOLE, Cut, Shard
 
+QKV = ("q_proj", "k_proj", "v_proj")
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 COLUMNS, ROWS = "colwise", "rowwise"  # styles of transformers' plans: outputs, inputs are divided
 WRONG_CODE = (TypeError, ValueError, AttributeError, RuntimeError)
@@ -116,6 +117,43 @@ class StepGatedMLP(nn.Module):
         return out
 
 
+class JoinedProducts:
+    """The products of several linear layers over one input, computed as one when the first of them
+    is called, and kept until each has been given."""
+
+    def __init__(self, joined: FusedLinear, step: CurrentStep) -> None:
+        self._joined, self._step = joined, step
+        self._input: torch.Tensor | None = None
+        self._left = list[torch.Tensor | None]()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product of one of the layers with x [..., in_features]."""
+        joined, runtime = self._joined, self._step.runtime
+        if x is not self._input or self._left[index] is None:
+            if runtime is None:
+                out = F.linear(x, joined.weight, joined.bias)
+            else:
+                out = runtime.linear(x.flatten(0, -2), joined.weight, joined.bias)
+                out = out.unflatten(0, x.shape[:-1])
+            self._input, self._left = x, [*out.split(joined.shard_sizes, dim=-1)]
+        found, self._left[index] = self._left[index], None
+        assert found is not None
+        if not any(each is not None for each in self._left):
+            self._input = None
+        return found
+
+
+class StepPart(nn.Module):
+    """One of several linear layers over one input. The module that joins them has its weight."""
+
+    def __init__(self, products: JoinedProducts, index: int) -> None:
+        super().__init__()
+        self._products, self._index = products, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._products.part(self._index, x)
+
+
 def exchange(model: nn.Module, step: CurrentStep, shard: Shard, plan: Mapping[str, str]) -> None:
     """Exchanges what it knows among the modules below a model, which has no memory yet.
 
@@ -141,6 +179,23 @@ def exchange(model: nn.Module, step: CurrentStep, shard: Shard, plan: Mapping[st
                 assert isinstance(gate, StepLinear)
                 assert isinstance(up, StepLinear)
                 setattr(parent, name, StepGatedMLP(gate, up, down, step, shard))
+        _join(parent, step, shard)
+
+
+def _join(parent: nn.Module, step: CurrentStep, shard: Shard) -> None:
+    """Joins the layers of queries, keys and values, if a module has them."""
+    children = dict(parent.named_children())
+    found = [each for name in QKV if isinstance(each := children.get(name), StepLinear)]
+    forms = {(each.in_features, each.bias is None, each.cut is None) for each in found}
+    if len(found) < len(QKV) or len(forms) > 1:
+        return
+    size, has_no_bias, is_whole = forms.pop()
+    sizes, own_shard = tuple(each.num_outputs for each in found), WHOLE if is_whole else shard
+    joined = FusedLinear(size, QKV, sizes, not has_no_bias, own_shard)
+    parent.add_module("qkv_proj", joined)
+    products = JoinedProducts(joined, step)
+    for index, name in enumerate(QKV):
+        setattr(parent, name, StepPart(products, index))
 
 
 def _cut(module: nn.Linear, style: str | None, shard: Shard) -> Cut | None:
