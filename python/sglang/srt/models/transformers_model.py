@@ -86,7 +86,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Serves as an attention function of transformers. There is no mask, since transformers
     makes none for a function that it does not know."""
-    assert attention_mask is None
+    if attention_mask is not None:
+        raise ValueError("it makes masks of its own for attention")
     step: TransformersStep = module.paged_step
     return step.attend(module.layer_idx, query, key, value, options), None
 
@@ -121,7 +122,8 @@ class TransformersModel(Model):
             raise config.refusal(problem)
         self.windows = tuple(call.options.get("sliding_window") for call in calls)
         self.scores = _scores_of(calls[0])
-        _tap_layers(code.base_model, config.num_layers, self._step)
+        if not _tap_layers(code.base_model, config.num_layers, self._step):
+            raise config.refusal("transformers' code does not hold its layers in one list")
         for name, module in code.named_children():
             self.add_module(name, module)
         # In tuples, since they are no submodules: their parts are.
@@ -300,12 +302,14 @@ def _scores_of(call: LayerCall) -> ScoreForm:
     return ScoreForm(float(scale), softcap)
 
 
-def _tap_layers(decoder: nn.Module, num_layers: int, step: TransformersStep) -> None:
-    """Has each layer leave its input in `step.taps` where they are wanted."""
+def _tap_layers(decoder: nn.Module, num_layers: int, step: TransformersStep) -> bool:
+    """Has each layer leave its input in `step.taps` where they are wanted. Tells whether the layers
+    have been found."""
     lists = (each for each in decoder.modules() if isinstance(each, nn.ModuleList))
-    layers = next(each for each in lists if len(each) == num_layers)
-    for index, layer in enumerate(layers):
+    found = [each for each in lists if len(each) == num_layers]
+    for index, layer in enumerate(found[0] if found else ()):
         layer.register_forward_pre_hook(partial(_tap, step, index), with_kwargs=True)
+    return bool(found)
 
 
 def _tap(
