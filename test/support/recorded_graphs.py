@@ -13,7 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import (
+    PLAIN,
+    AttentionCapabilities,
+    GraphSupport,
+    ScoreForm,
+)
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -114,8 +119,10 @@ class ReplayableAttention:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
     ) -> None:
         assert not any(windows)
+        assert scores == PLAIN
         self._table, self._pool = req_to_token_pool.req_to_token, kv_pool
         self._spans: dict[GraphKey | None, torch.Tensor] = {}
         self._batch: ForwardBatch | None = None
