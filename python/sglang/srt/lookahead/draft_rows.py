@@ -29,9 +29,16 @@ ALIKE = Kind()
 
 
 class LeftOutRows:
-    """Keeps whose tokens the drafter's model was not fed, though drafts may follow them."""
+    """Keeps whose tokens the drafter's model is not fed: by a request's choice, or since it rests.
 
-    def __init__(self) -> None:
+    Args:
+        modelless: the name of a drafter beside it that needs no model; None: there is none.
+    """
+
+    def __init__(self, modelless: str | None = None) -> None:
+        self._modelless = modelless
+        self._off = set[int]()  # rows of requests that take no drafts
+        self._without_model = set[int]()  # and of those that take none of the model
         self._behind = set[int]()  # rows of requests whose last tokens were left out
         self._lacking = set[int]()  # and of those whose earlier ones were
 
@@ -39,20 +46,30 @@ class LeftOutRows:
         """Tells whether tokens of a request were left out since it got its row."""
         return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
 
-    def admit(self, row: int) -> None:
+    def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
-        self._behind.discard(row)
-        self._lacking.discard(row)
+        for rows in (self._off, self._without_model, self._behind, self._lacking):
+            rows.discard(new.row)
+        choice = new.params.speculative
+        if choice.is_off:
+            self._off.add(new.row)
+        elif choice.drafter is not None and choice.drafter == self._modelless:
+            self._without_model.add(new.row)
 
-    def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
-        """Notes whether a step leaves tokens of these rows out; returns `StepPlan.fed_again`."""
+    def planned(self, plan: StepPlan, rows: Sequence[int], rests: bool) -> StepPlan:
+        """Returns the plan of a step of these rows with what it leaves out, and notes it."""
         if rests:
-            self._behind.update(rows)
-            return []
+            self._behind.update(set(rows) - self._off - self._without_model)
+            return replace(plan, left_out=range(len(rows)))
         fed = self._behind.intersection(rows)
         self._behind -= fed
         self._lacking |= fed
-        return sorted(fed)
+        return replace(
+            plan,
+            left_out=_places(rows, self._off),
+            without_model=_places(rows, self._without_model),
+            fed_again=sorted(fed),
+        )
 
 
 class DraftRows(PlannedRows[StepPlan]):
@@ -97,7 +114,7 @@ class DraftRows(PlannedRows[StepPlan]):
             self._num_pending_drafts[new.row] = 0
             self._most_drafts[new.row] = self._most_of(new.params)
             if self._left_out is not None:
-                self._left_out.admit(new.row)
+                self._left_out.admit(new)
 
     def _most_of(self, params: SamplingParams) -> int:
         """Drafts per step that a request takes at most."""
@@ -164,27 +181,17 @@ class DraftRows(PlannedRows[StepPlan]):
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         # A step of chunks alone has no decodes, which are what the head delays.
-        is_idle, left_out = max(plan.num_drafts) == max(next_drafts) == 0, self._left_out
+        is_idle = max(plan.num_drafts) == max(next_drafts) == 0
         rests = is_idle and budget is not None and budget.rests
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
-        return replace(
+        plan = replace(
             plan,
             draft_length=draft_length,
             num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
-            left_out=self._places_left_out(batch, rests),
-            fed_again=() if left_out is None else left_out.plan(self._drafting(batch.rows), rests),
             wants_paths=plan.wants_paths or of_trees,
         )
-
-    def _places_left_out(self, batch: ScheduleBatch, rests: bool) -> Sequence[int]:
-        """`StepPlan.left_out`: those that take no drafts, or all requests of a step that rests."""
-        if self._left_out is None:
-            return ()
-        if rests:
-            return list(range(len(batch.rows)))
-        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
-        return [place for place, most in enumerate(mosts) if most == 0] if 0 in mosts else ()
+        return plan if self._left_out is None else self._left_out.planned(plan, batch.rows, rests)
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
@@ -219,6 +226,10 @@ class DraftRows(PlannedRows[StepPlan]):
             kinds=kinds,
             paths=result.paths,
         )
+
+
+def _places(rows: Sequence[int], chosen: set[int]) -> Sequence[int]:
+    return [place for place, row in enumerate(rows) if row in chosen] if chosen else ()
 
 
 def drafts_of_requests(

@@ -1,6 +1,7 @@
-"""Tokens that a drafter is not fed (`StepPlan.left_out`): what of them is on the device.
+"""Tokens that a drafter's models are not fed (`StepPlan.left_out`, `StepPlan.without_model`): what
+of them is on the device.
 
-The drafter's models have no KV of them, so of each row they see those after the last one alone
+The models have no KV of them, so of each row they see those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Their pools mark the slots (`left_out`): a cached prefix may have
 some.
 """
@@ -14,9 +15,11 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_memory import KVMemory
+from sglang.srt.speculative.draft_steps import places_of_requests
 from sglang.srt.speculative.drafter import ComputedStep
-from sglang.srt.speculative.step_parts import part_of
+from sglang.srt.speculative.step_parts import others, part_of
 from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import ScheduleBatch
 
 
@@ -53,20 +56,32 @@ class LeftOutTokens:
     def fed(self, step: ComputedStep) -> ComputedStep | None:
         """Returns the part of a step that the drafter is fed; None: nothing. Called in the capture
         of graphs of steps too. Waits for nothing on the device."""
-        plan, num_reqs = step.plan, len(step.batch.rows)
+        plan = step.plan
+        self._mark(step, {*plan.left_out, *plan.without_model})
+        if plan.rests:
+            return None
         if plan.left_out:
-            self._any_marked = bool(self._marks)
-            for _, is_left_out in self._marks:
-                is_left_out.index_fill_(0, step.inputs.slots, True)
-            if plan.rests:
-                return None
-            out = set(plan.left_out)
-            step = part_of(step, [place for place in range(num_reqs) if place not in out])
-        for _, is_left_out in self._marks:
-            is_left_out.index_fill_(0, step.inputs.slots, False)
+            step = part_of(step, others(step.batch.rows, plan.left_out))
         if self._any_marked:
             self._hide_prefixes(step)
         return step
+
+    def _mark(self, step: ComputedStep, unfed: set[int]) -> None:
+        """Marks the slots of the requests at places `unfed` of a step, and those of no others."""
+        if not self._marks:
+            return
+        self._any_marked |= bool(unfed)
+        slots, num_reqs = step.inputs.slots, len(step.batch.rows)
+        if len(unfed) in (0, num_reqs):
+            for _, is_left_out in self._marks:
+                is_left_out.index_fill_(0, slots, bool(unfed))
+            return
+        per_request = step.chosen.layout.per_request
+        requests = places_of_requests(per_request[Q_START] + per_request[Q_LEN], len(slots))
+        flags = [place in unfed for place in range(num_reqs)]
+        of_rows = to_device(flags, slots.device, torch.bool)[requests]
+        for _, is_left_out in self._marks:
+            is_left_out.index_copy_(0, slots, of_rows)
 
     def _hide_prefixes(self, step: ComputedStep) -> None:
         """Hides the cached prefix of new requests up to its last slot that is marked."""

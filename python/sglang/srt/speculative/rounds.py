@@ -93,6 +93,8 @@ def planner_of_rounds(
     )
     reads_matches = policy.reads_matches
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
-    left_out = LeftOutRows() if may_rest else None
+    # Only the device knows how many drafts of a request a step feeds that `TileSpec` cuts.
+    modelless = parts.modelless if tile_spec is None else None
+    left_out = LeftOutRows(modelless) if may_rest else None
     rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
     return LookaheadPlanner(rows, policy)
