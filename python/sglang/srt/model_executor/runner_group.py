@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -115,10 +115,10 @@ def _put_together(
 ) -> RunnerGroup:
     """Makes runners of models over one memory."""
     for model in models[1:]:
-        model.attach(models[0])
+        model.attach(models[0], ranks)
     memory = make_memory(config, models, ranks)
     runners = [ModelRunner(model, memory, index, ranks) for index, model in enumerate(models)]
-    return RunnerGroup(runners)
+    return RunnerGroup(runners, ranks)
 
 
 def make_memory(
@@ -170,8 +170,9 @@ class RunnerGroup:
         memory: page table and pools of all of them.
     """
 
-    def __init__(self, runners: Sequence[ModelRunner]) -> None:
+    def __init__(self, runners: Sequence[ModelRunner], ranks: RankGroup | None = None) -> None:
         self.runners = tuple(runners)
+        self._ranks = ranks
         self.memory = runners[0].memory
         self._graph_owners: list[GraphOwner] = []
         assert all(runner.memory is self.memory for runner in runners)
@@ -179,6 +180,11 @@ class RunnerGroup:
     @property
     def target(self) -> ModelRunner:
         return self.runners[0]
+
+    def alone(self) -> AbstractContextManager[None]:
+        """In this block no rank waits for another one, and results mean nothing: for measuring,
+        which takes another time on each rank, and so another number of steps."""
+        return nullcontext() if self._ranks is None else self._ranks.alone()
 
     @property
     def max_prompt_rows(self) -> int:

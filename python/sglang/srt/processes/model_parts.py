@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,8 +94,7 @@ def make_model_parts(
     if config.execution.device != "cpu":
         kept = use_cache(platform, private_cache).prices
     runners = make_runners(config.execution, *draft_models, ranks=ranks)
-    alone: AbstractContextManager[None] = nullcontext() if ranks is None else ranks.alone()
-    with alone:  # measuring takes another time on each rank, and so another number of steps
+    with runners.alone():
         prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace if is_first else None
     trace = None if path is None or config.mtp is None else DebugTrace(path)

@@ -237,12 +237,12 @@ def cliffs(prices: PriceTable) -> list[int]:
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
-    """`{model}_{gpu}_tp1`: names of files alone, whatever the model is called."""
+    """`{model}_{gpu}_tp{ranks}`: names of files alone, whatever the model is called."""
     config = target.config
     gpu = Platform.probe().device_name if config.device == "cuda" else config.device
     names = (re.sub(r"[^A-Za-z0-9.-]+", "-", name) for name in (config.model.path.name, gpu))
     model, gpu = (name.strip(".-")[:100] or "unnamed" for name in names)
-    return cache_dir / f"{model}_{gpu}_tp1"
+    return cache_dir / f"{model}_{gpu}_tp{config.model.shard.num_ranks}"
 
 
 def measured_with(runner: ModelRunner) -> dict[str, str]:
