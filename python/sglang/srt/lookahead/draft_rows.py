@@ -9,7 +9,7 @@ is their tier. `TileSpec` may then cut the step to the drafts that pay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -97,7 +97,7 @@ class DraftRows(PlannedRows[StepPlan]):
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
-        self._most_drafts = [0] * num_rows  # that each request takes
+        self._most_drafts = [0] * num_rows  # that each request takes per step
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
@@ -112,16 +112,12 @@ class DraftRows(PlannedRows[StepPlan]):
     def admit(self, new_rows: list[NewRow]) -> None:
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
-            self._most_drafts[new.row] = self._most_of(new.params)
+            choice, most = new.params.speculative, self._options.max_drafts
+            self._most_drafts[new.row] = (
+                0 if choice.is_off else min(most, choice.max_drafts or most)
+            )
             if self._left_out is not None:
                 self._left_out.admit(new)
-
-    def _most_of(self, params: SamplingParams) -> int:
-        """Drafts per step that a request takes at most."""
-        choice, most = params.speculative, self._options.max_drafts
-        if choice.is_off:
-            return 0
-        return most if choice.max_drafts is None else min(most, choice.max_drafts)
 
     def begin(
         self, batch: ScheduleBatch, lens: Sequence[int] | None
@@ -134,16 +130,12 @@ class DraftRows(PlannedRows[StepPlan]):
         if self.tile_spec is not None:
             is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
             plan = self.tile_spec.cut(batch, plan, is_probe)
-        drafting = self._drafting(compress(batch.rows, batch.emits))
+        drafting = [row for row in compress(batch.rows, batch.emits) if self._most_drafts[row]]
         if not drafting:
             return plan, None
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
         emitting = self._emitting(batch, drafting, lens or self._match_lens)
         return plan, UpcomingStep.of(batch, emitting, is_fed=is_fed)
-
-    def _drafting(self, rows: Iterable[int]) -> list[int]:
-        """Returns those of requests that take drafts."""
-        return [row for row in rows if self._most_drafts[row]]
 
     def _emitting(
         self, batch: ScheduleBatch, drafting: Sequence[int], match_lens: Sequence[int]
@@ -199,9 +191,7 @@ class DraftRows(PlannedRows[StepPlan]):
             return [0] * len(batch.rows)
         num_slots = self._options.num_draft_slots(tier)
         counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
-        mosts = map(self._most_drafts.__getitem__, batch.rows)
-        pairs = zip(counts, mosts, strict=True)
-        return [count if count < most else most for count, most in pairs]
+        return list(map(min, counts, map(self._most_drafts.__getitem__, batch.rows)))
 
     def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
         """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""

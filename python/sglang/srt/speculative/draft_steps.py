@@ -110,18 +110,9 @@ def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:
     Args:
         ends: [R] int64; place after the last row of each request.
     """
-    return inputs.rows[places_of_requests(ends, inputs.input_ids.shape[0])]
-
-
-def places_of_requests(ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[T] int64; place among the R requests that each of T rows fed belongs to, of padding the last
-    one.
-
-    Args:
-        ends: [R] int64; place after the last row of each request.
-    """
-    places = torch.arange(num_rows, device=ends.device)
-    return torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
+    places = torch.arange(inputs.input_ids.shape[0], device=ends.device)
+    requests = torch.searchsorted(ends, places, right=True)
+    return inputs.rows[requests.clamp(max=len(ends) - 1)]
 
 
 def next_tokens(state: RequestRows, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -8,18 +8,14 @@ some.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_memory import KVMemory
-from sglang.srt.speculative.draft_steps import places_of_requests
 from sglang.srt.speculative.drafter import ComputedStep
-from sglang.srt.speculative.step_parts import others, part_of
+from sglang.srt.speculative.step_parts import others, part_of, rows_of_places
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import ScheduleBatch
 
 
@@ -45,11 +41,11 @@ class LeftOutTokens:
         """Gets `kv_starts` ready before a step is launched: new requests see all KV, and those that
         are fed again (`StepPlan.fed_again`) see the KV of what they are fed from now on."""
         if self._any_marked and batch.new_rows:
-            new = self._on_device([new.row for new in batch.new_rows])
+            new = to_device([each.row for each in batch.new_rows], self._table.device, torch.int64)
             for starts, _ in self._marks:  # not `starts[new] = 0`, for which torch 2.11 waits
                 starts.index_fill_(0, new, 0)
         if plan.fed_again:
-            rows = self._on_device(plan.fed_again)
+            rows = to_device(plan.fed_again, self._table.device, torch.int64)
             for starts, _ in self._marks:
                 starts[rows] = self._state.committed[rows]
 
@@ -68,20 +64,14 @@ class LeftOutTokens:
 
     def _mark(self, step: ComputedStep, unfed: set[int]) -> None:
         """Marks the slots of the requests at places `unfed` of a step, and those of no others."""
-        if not self._marks:
-            return
-        self._any_marked |= bool(unfed)
-        slots, num_reqs = step.inputs.slots, len(step.batch.rows)
-        if len(unfed) in (0, num_reqs):
-            for _, is_left_out in self._marks:
-                is_left_out.index_fill_(0, slots, bool(unfed))
-            return
-        per_request = step.chosen.layout.per_request
-        requests = places_of_requests(per_request[Q_START] + per_request[Q_LEN], len(slots))
-        flags = [place in unfed for place in range(num_reqs)]
-        of_rows = to_device(flags, slots.device, torch.bool)[requests]
+        self._any_marked |= bool(unfed and self._marks)
+        slots, is_mixed = step.inputs.slots, 0 < len(unfed) < len(step.batch.rows)
+        is_unfed = rows_of_places(step, unfed) if is_mixed and self._marks else None
         for _, is_left_out in self._marks:
-            is_left_out.index_copy_(0, slots, of_rows)
+            if is_unfed is None:
+                is_left_out.index_fill_(0, slots, bool(unfed))
+            else:
+                is_left_out.index_copy_(0, slots, is_unfed)
 
     def _hide_prefixes(self, step: ComputedStep) -> None:
         """Hides the cached prefix of new requests up to its last slot that is marked."""
@@ -92,6 +82,3 @@ class LeftOutTokens:
             ends = torch.arange(1, new.num_committed + 1, device=slots.device)
             for starts, is_left_out in self._marks:
                 starts[new.row] = (ends * is_left_out[slots]).amax()
-
-    def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
-        return to_device(rows, self._table.device, torch.int64)

@@ -92,10 +92,7 @@ def planner_of_rounds(
             feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )
     )
-    reads_matches = policy.reads_matches
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
-    # Only the device knows how many drafts of a request a step feeds that `TileSpec` cuts.
-    modelless = parts.modelless if tile_spec is None else None
-    left_out = LeftOutRows(modelless) if may_rest else None
-    rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
+    left_out = LeftOutRows(parts.modelless) if may_rest else None
+    rows = DraftRows(options, num_rows, policy.settled, policy.reads_matches, tile_spec, left_out)
     return LookaheadPlanner(rows, policy)

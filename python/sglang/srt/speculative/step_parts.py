@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -104,6 +104,17 @@ def extended_part_of(step: ExtendedStep, places: Sequence[int]) -> ExtendedStep:
         rows=step.rows[chosen],
         output=step.output,
     )
+
+
+def rows_of_places(step: ComputedStep, places: Collection[int]) -> torch.Tensor:
+    """[T] bool; tells of each row fed whether its request is at one of these places; of padding
+    anything."""
+    per_request = step.chosen.layout.per_request
+    ends = per_request[Q_START] + per_request[Q_LEN]
+    rows = torch.arange(len(step.inputs.slots), device=ends.device)
+    requests = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+    is_there = [place in places for place in range(len(ends))]
+    return to_device(is_there, ends.device, torch.bool)[requests]
 
 
 def others(values: Sequence[object], places: Sequence[int]) -> list[int]:
