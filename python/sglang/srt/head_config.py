@@ -110,7 +110,7 @@ class DraftHeadConfig(ModelConfig):
     def remark(self) -> str:
         reads = "the last hidden states" if self.taps is None else str(self.taps)
         if self.mask is not None and self.mask.depths:
-            reads += f", trained with {self.mask.depths}"
+            reads += f", trained for {self.mask.depths} drafts"
         unused = f"; without effect: {', '.join(self.unused)}" if self.unused else ""
         return f"{self.layout.maker}'s layout, reads {reads}{unused}"
 

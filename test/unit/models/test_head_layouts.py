@@ -285,8 +285,8 @@ def test_the_summary_says_how_many_drafts_a_head_of_mask_tokens_was_trained_for(
         folder = write_eagle3(tmp_path / name, mask_token_id=7, **entries)
         return load_head_config(str(folder), EAGLE3, target).remark
 
-    assert ", trained with num_depths 8" in remark("speculators", num_depths=8)
-    assert ", trained with para_num 4" in remark("flat", para_num=4)
+    assert ", trained for 8 drafts" in remark("speculators", num_depths=8)
+    assert ", trained for 4 drafts" in remark("flat", para_num=4)
     assert "trained" not in remark("silent")
     with pytest.raises(ModelPathError, match="num_depths must be an integer of at least 1"):
         remark("wrong", num_depths=0)
