@@ -5,10 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-# Algorithms of SGLang that this runtime does not have, and why.
-NOT_HERE = {"DSPARK": "corrects its blocks by a Markov head, which no drafter here does"}
-
-
 class SpeculativeAlgorithm(StrEnum):
     """Names what makes drafts: `--speculative-algorithm`. The flags and the options of each are in
     `ALGORITHMS` (`processes/speculation_flags.py`)."""
@@ -33,8 +29,9 @@ class SpeculativeAlgorithm(StrEnum):
         except ValueError:
             *others, last = cls
             known = f"{', '.join(others)} and {last}"
-            why = NOT_HERE.get(name.upper(), "is unknown")
-            raise ValueError(f"--speculative-algorithm {name} {why}; there are {known}.") from None
+            raise ValueError(
+                f"--speculative-algorithm {name} is unknown; there are {known}."
+            ) from None
 
 
 NGRAM = SpeculativeAlgorithm.NGRAM
