@@ -71,6 +71,9 @@ def layout_problem(
         return f"architecture {name!r} is no head of the kind {kind}; use {flag}"
     if kind == EAGLE and entries.get("draft_vocab_size") is not None:
         return "draft_vocab_size is of heads of EAGLE-3; use --speculative-algorithm EAGLE3"
+    if tensors and not {"fc.weight", "model.fc.weight"}.intersection(tensors):
+        said = "the files lack 'fc.weight', so this is no head; a draft model takes"
+        return f"{said} --speculative-algorithm STANDALONE"
     return ""
 
 
@@ -115,8 +118,6 @@ def head_problem(
         f"draft_vocab_size says that the head has tokens of its own; remove {TOKEN_MAP}": (
             has_token_map and num_drafted is not None
         ),
-        "the files lack 'fc.weight', so this is no head; a draft model takes"
-        " --speculative-algorithm STANDALONE": bool(names) and "fc.weight" not in names,
         f"the files have layers {layers}, not all from 0 on; use whole files": (
             layers != list(range(len(layers)))
         ),
