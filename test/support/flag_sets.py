@@ -62,7 +62,6 @@ WITHOUT_EFFECT = (
     "--gpu-id-step 2",
 )
 REFUSED = (
-    "--speculative-dflash-block-size 8",
     "--dp 2",
     "--pp-size 2",
     "--ep 2",
