@@ -23,6 +23,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
+import torch
+
+from recorded_graphs import graph_being_recorded
 from sglang.srt.control.control import ModelResources
 from sglang.srt.distributed.group import RankGroup
 from sglang.srt.model_executor.execution_config import ExecutionConfig
@@ -56,6 +59,33 @@ class ThreadRank:
 
 class _End(Exception):
     """Ends a thread that follows."""
+
+
+class LoggedGroup(RankGroup):
+    """A rank whose collectives are noted, also those of the replays of recorded graphs.
+
+    Attributes:
+        log: kind, shape and type of each, in order.
+    """
+
+    def __init__(self, shard: Shard, meeting_point: Path) -> None:
+        self.log: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        super().__init__(shard, meeting_point)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._noted("sum", x, lambda: super(LoggedGroup, self).all_reduce(x))
+
+    def all_gather(self, parts: torch.Tensor, x: torch.Tensor) -> None:
+        self._noted("join", x, lambda: super(LoggedGroup, self).all_gather(parts, x))
+
+    def _noted(self, kind: str, x: torch.Tensor, work: Callable[[], None]) -> None:
+        def run() -> None:
+            self.log.append((kind, tuple(x.shape), x.dtype))
+            work()
+
+        run()
+        if (graph := graph_being_recorded()) is not None:
+            graph.record(run, (), {}, None)
 
 
 class ThreadRanks:

@@ -42,6 +42,7 @@ def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
         config=replace(execution, max_decode_rows=4, draft_steps={1: (), 2: ()}, **changes),
         graph_keys=keys,
         model=SimpleNamespace(hidden_width=hidden_width),
+        ranks=None,
     )
 
 

@@ -82,8 +82,7 @@ class StepPlan:
         next_drafts: R counts of drafts that `propose` gives, likewise; empty: not known.
         left_out: places among the R requests of those that the drafter is not fed, ascending: for
             it they are not there, and no drafts follow.
-        without_model: likewise, of others that its models are not fed: drafts that need no model
-            follow.
+        without_model: likewise, of others that its models alone are not fed.
         fed_again: rows of the page table whose last tokens were left out so, and which the models
             are fed again from this step on.
         budget: granted by a length policy; None: it was not asked.

@@ -29,11 +29,8 @@ ALIKE = Kind()
 
 
 class LeftOutRows:
-    """Keeps whose tokens the drafter's model is not fed: by a request's choice, or since it rests.
-
-    Args:
-        modelless: the name of a drafter beside it that needs no model; None: there is none.
-    """
+    """Keeps whose tokens the drafter's model is not fed: by a request's choice, or since it rests;
+    `modelless` names a drafter beside it that needs no model."""
 
     def __init__(self, modelless: str | None = None) -> None:
         self._modelless = modelless
@@ -200,10 +197,9 @@ class DraftRows(PlannedRows[StepPlan]):
             assert record.lens is not None, "The drafter has matches."
             self._match_lens = lens = record.lens.read()[0].tolist()
             kinds = [Kind(match=class_of(lens[row])) for row in rows]
-        if self.tile_spec is None:
-            num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
-            num_accepted = result.accept_lens
-        else:
+        num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
+        num_accepted = result.accept_lens
+        if self.tile_spec is not None:
             num_drafts = record.plan.num_drafts
             num_accepted = self.tile_spec.observe(record, result)
         return StepOutcome(

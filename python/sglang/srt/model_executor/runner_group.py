@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,7 +49,7 @@ def make_runners(
         )
     if config.device != "cpu":
         prepare_sampling_ops(torch.device(config.device))
-    kernels = compile_ahead(config, *others)
+    kernels = compile_ahead(config, *others, ranks=ranks)
     models = [_load(each) for each in (config, *others)]
     with start_phase("Allocating the KV pool"):
         group = _put_together(config, models, ranks)
@@ -73,7 +73,9 @@ class CompilesAhead(Protocol):
         """Waits until all kernels are compiled."""
 
 
-def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
+def compile_ahead(
+    config: ExecutionConfig, *others: ExecutionConfig, ranks: RankGroup | None = None
+) -> CompilesAhead | None:
     """Starts to compile what steps will launch, before there are weights: models of the same sizes
     and few layers launch the same. None where that cannot be told."""
     place = OPERATIONS[config.ops].ahead
@@ -82,8 +84,8 @@ def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> Compiles
     kernels: CompilesAhead = load(place)()
     with start_phase("Rehearsing steps"):
         configs = [_with_few_layers(each) for each in (config, *others)]
-        group = _put_together(configs[0], [LoadedModel(each) for each in configs])
-        with kernels.noting(), paused_collections():
+        group = _put_together(configs[0], [LoadedModel(each) for each in configs], ranks)
+        with kernels.noting(), paused_collections(), group.target.alone():
             for runner in group.runners:
                 runner.rehearse()
         del group, runner
@@ -181,11 +183,6 @@ class RunnerGroup:
     def target(self) -> ModelRunner:
         return self.runners[0]
 
-    def alone(self) -> AbstractContextManager[None]:
-        """In this block no rank waits for another one, and results mean nothing: for measuring,
-        which takes another time on each rank, and so another number of steps."""
-        return nullcontext() if self._ranks is None else self._ranks.alone()
-
     @property
     def max_prompt_rows(self) -> int:
         """Prompt tokens that a step of every runner may feed."""
@@ -202,6 +199,9 @@ class RunnerGroup:
         if self.target.device.type != "cpu":
             with start_phase("Running the largest steps once"):
                 self.target.warm_up(drafting=self.runners[1:])
+            if self._ranks is not None:
+                rows = self._ranks.least(self.target.max_prompt_rows)
+                self.target.max_prompt_rows = rows
 
     def capture_with(self, owner: GraphOwner) -> None:
         """Has `owner` capture its graphs now, and again whenever the runners' are captured. Then

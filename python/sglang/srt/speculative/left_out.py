@@ -1,5 +1,4 @@
-"""Tokens that a drafter's models are not fed (`StepPlan.left_out`, `StepPlan.without_model`): what
-of them is on the device.
+"""Tokens that a drafter's models are not fed (`StepPlan.left_out`): what of them is on the device.
 
 The models have no KV of them, so of each row they see those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Their pools mark the slots (`left_out`): a cached prefix may have

@@ -31,12 +31,11 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
     width = 1 + rounds.num_steps
     measure = partial(measure_draft_prices, head, num_rows, width, tuple(head.config.draft_steps))
-    with parts.runners.alone():
-        if rounds.tile_spec_cache is None:
-            prices = measure()
-        else:
-            profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
-            prices = profiler.head(head, target_prices, measure)
+    if rounds.tile_spec_cache is None:
+        prices = measure()
+    else:
+        profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
+        prices = profiler.head(head, target_prices, measure)
     return MeasuredRoundPrices(
         target_prices,
         prices,
