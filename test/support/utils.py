@@ -190,6 +190,7 @@ class SchedulerHarness:
                     preemption_threshold=setup.preemption_threshold,
                     retract_interval=setup.retract_interval,
                     splits_prompts=setup.splits_prompts,
+                    finds_shared_kv=True,
                 ),
                 max_queued_requests=setup.max_queued_requests,
                 schedule_conservativeness=1.0,

@@ -236,11 +236,6 @@ _NO_EFFECT = (
         "speculative_use_rejection_sampling speculative_use_block_verification",
     ),
     Entry(
-        "a block has the rows that its head was trained with, by config.json;"
-        " --speculative-num-draft-tokens says how many are verified",
-        "speculative_dflash_block_size",
-    ),
-    Entry(
         "only DSPARK and variants of DFLASH read it, which are not here",
         "speculative_domino_candidate_pool_size speculative_dspark_block_size"
         " speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_sps_table_path"

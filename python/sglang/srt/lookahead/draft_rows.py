@@ -9,7 +9,7 @@ is their tier. `TileSpec` may then cut the step to the drafts that pay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -29,9 +29,13 @@ ALIKE = Kind()
 
 
 class LeftOutRows:
-    """Keeps whose tokens the drafter's model was not fed, though drafts may follow them."""
+    """Keeps whose tokens the drafter's model is not fed: by a request's choice, or since it rests;
+    `modelless` names a drafter beside it that needs no model."""
 
-    def __init__(self) -> None:
+    def __init__(self, modelless: str | None = None) -> None:
+        self._modelless = modelless
+        self._off = set[int]()  # rows of requests that take no drafts
+        self._without_model = set[int]()  # and of those that take none of the model
         self._behind = set[int]()  # rows of requests whose last tokens were left out
         self._lacking = set[int]()  # and of those whose earlier ones were
 
@@ -39,20 +43,30 @@ class LeftOutRows:
         """Tells whether tokens of a request were left out since it got its row."""
         return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
 
-    def admit(self, row: int) -> None:
+    def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
-        self._behind.discard(row)
-        self._lacking.discard(row)
+        for rows in (self._off, self._without_model, self._behind, self._lacking):
+            rows.discard(new.row)
+        choice = new.params.speculative
+        if choice.is_off:
+            self._off.add(new.row)
+        elif choice.drafter is not None and choice.drafter == self._modelless:
+            self._without_model.add(new.row)
 
-    def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
-        """Notes whether a step leaves tokens of these rows out; returns `StepPlan.fed_again`."""
+    def planned(self, plan: StepPlan, rows: Sequence[int], rests: bool) -> StepPlan:
+        """Returns the plan of a step of these rows with what it leaves out, and notes it."""
         if rests:
-            self._behind.update(rows)
-            return []
+            self._behind.update(set(rows) - self._off - self._without_model)
+            return replace(plan, left_out=range(len(rows)))
         fed = self._behind.intersection(rows)
         self._behind -= fed
         self._lacking |= fed
-        return sorted(fed)
+        return replace(
+            plan,
+            left_out=_places(rows, self._off),
+            without_model=_places(rows, self._without_model),
+            fed_again=sorted(fed),
+        )
 
 
 class DraftRows(PlannedRows[StepPlan]):
@@ -80,7 +94,7 @@ class DraftRows(PlannedRows[StepPlan]):
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
-        self._most_drafts = [0] * num_rows  # that each request takes
+        self._most_drafts = [0] * num_rows  # that each request takes per step
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
@@ -95,16 +109,12 @@ class DraftRows(PlannedRows[StepPlan]):
     def admit(self, new_rows: list[NewRow]) -> None:
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
-            self._most_drafts[new.row] = self._most_of(new.params)
+            choice, most = new.params.speculative, self._options.max_drafts
+            self._most_drafts[new.row] = (
+                0 if choice.is_off else min(most, choice.max_drafts or most)
+            )
             if self._left_out is not None:
-                self._left_out.admit(new.row)
-
-    def _most_of(self, params: SamplingParams) -> int:
-        """Drafts per step that a request takes at most."""
-        choice, most = params.speculative, self._options.max_drafts
-        if choice.is_off:
-            return 0
-        return most if choice.max_drafts is None else min(most, choice.max_drafts)
+                self._left_out.admit(new)
 
     def begin(
         self, batch: ScheduleBatch, lens: Sequence[int] | None
@@ -117,16 +127,12 @@ class DraftRows(PlannedRows[StepPlan]):
         if self.tile_spec is not None:
             is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
             plan = self.tile_spec.cut(batch, plan, is_probe)
-        drafting = self._drafting(compress(batch.rows, batch.emits))
+        drafting = [row for row in compress(batch.rows, batch.emits) if self._most_drafts[row]]
         if not drafting:
             return plan, None
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
         emitting = self._emitting(batch, drafting, lens or self._match_lens)
         return plan, UpcomingStep.of(batch, emitting, is_fed=is_fed)
-
-    def _drafting(self, rows: Iterable[int]) -> list[int]:
-        """Returns those of requests that take drafts."""
-        return [row for row in rows if self._most_drafts[row]]
 
     def _emitting(
         self, batch: ScheduleBatch, drafting: Sequence[int], match_lens: Sequence[int]
@@ -164,27 +170,17 @@ class DraftRows(PlannedRows[StepPlan]):
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         # A step of chunks alone has no decodes, which are what the head delays.
-        is_idle, left_out = max(plan.num_drafts) == max(next_drafts) == 0, self._left_out
+        is_idle = max(plan.num_drafts) == max(next_drafts) == 0
         rests = is_idle and budget is not None and budget.rests
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
-        return replace(
+        plan = replace(
             plan,
             draft_length=draft_length,
             num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
-            left_out=self._places_left_out(batch, rests),
-            fed_again=() if left_out is None else left_out.plan(self._drafting(batch.rows), rests),
             wants_paths=plan.wants_paths or of_trees,
         )
-
-    def _places_left_out(self, batch: ScheduleBatch, rests: bool) -> Sequence[int]:
-        """`StepPlan.left_out`: those that take no drafts, or all requests of a step that rests."""
-        if self._left_out is None:
-            return ()
-        if rests:
-            return list(range(len(batch.rows)))
-        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
-        return [place for place, most in enumerate(mosts) if most == 0] if 0 in mosts else ()
+        return plan if self._left_out is None else self._left_out.planned(plan, batch.rows, rests)
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
@@ -192,9 +188,7 @@ class DraftRows(PlannedRows[StepPlan]):
             return [0] * len(batch.rows)
         num_slots = self._options.num_draft_slots(tier)
         counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
-        mosts = map(self._most_drafts.__getitem__, batch.rows)
-        pairs = zip(counts, mosts, strict=True)
-        return [count if count < most else most for count, most in pairs]
+        return list(map(min, counts, map(self._most_drafts.__getitem__, batch.rows)))
 
     def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
         """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""
@@ -203,10 +197,9 @@ class DraftRows(PlannedRows[StepPlan]):
             assert record.lens is not None, "The drafter has matches."
             self._match_lens = lens = record.lens.read()[0].tolist()
             kinds = [Kind(match=class_of(lens[row])) for row in rows]
-        if self.tile_spec is None:
-            num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
-            num_accepted = result.accept_lens
-        else:
+        num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
+        num_accepted = result.accept_lens
+        if self.tile_spec is not None:
             num_drafts = record.plan.num_drafts
             num_accepted = self.tile_spec.observe(record, result)
         return StepOutcome(
@@ -219,6 +212,10 @@ class DraftRows(PlannedRows[StepPlan]):
             kinds=kinds,
             paths=result.paths,
         )
+
+
+def _places(rows: Sequence[int], chosen: set[int]) -> Sequence[int]:
+    return [place for place, row in enumerate(rows) if row in chosen] if chosen else ()
 
 
 def drafts_of_requests(

@@ -107,7 +107,7 @@ def resolve(
         num_threads=num_threads_of(args, platform.num_cores),
     )
     scheduler = SchedulerConfig(
-        planner=planner,
+        planner=replace(planner, finds_shared_kv=execution.capabilities.shares_kv),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),

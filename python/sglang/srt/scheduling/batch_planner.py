@@ -41,6 +41,8 @@ class PlannerConfig:
         retract_interval: each request is retracted when it has emitted in this many steps since its
             admission (a test switch); 0: never.
         splits_prompts: whether a prompt may be fed in several steps.
+        finds_shared_kv: steps name the prefixes that their requests share, for attention that gains
+            from it.
     """
 
     chunked_prefill_size: int
@@ -51,6 +53,7 @@ class PlannerConfig:
     preemption_threshold: int | None = None
     retract_interval: int = 0
     splits_prompts: bool = True
+    finds_shared_kv: bool = False
 
 
 class MustDrain(Exception):
@@ -101,7 +104,8 @@ class BatchPlanner:
         if step.is_empty:
             return None
         self._ratio.on_step()
-        step.shared_prefixes = self._shared_prefixes.find(step.decoded_kv)
+        if self._config.finds_shared_kv:
+            step.shared_prefixes = self._shared_prefixes.find(step.decoded_kv)
         return step.build(self._ledger.take_table_writes(), self._lifecycle.take_ended_texts())
 
     def observe(self, price_ms: float, took_ms: float) -> None:

@@ -91,8 +91,7 @@ def planner_of_rounds(
             feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )
     )
-    reads_matches = policy.reads_matches
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
-    left_out = LeftOutRows() if may_rest else None
-    rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
+    left_out = LeftOutRows(parts.modelless) if may_rest else None
+    rows = DraftRows(options, num_rows, policy.settled, policy.reads_matches, tile_spec, left_out)
     return LookaheadPlanner(rows, policy)

@@ -279,6 +279,8 @@ class RoundGraphs:
     def propose(self, step: ExtendedStep) -> bool:
         """Proposes what is next; False if there is no graph for it."""
         counts, rows = step.plan.next_drafts, step.batch.rows
+        if step.plan.without_model:
+            return False
         kind = _Proposal(counts[0], step.output is not None)
         found = _smallest(self._proposals.get(kind), len(rows))
         if found is None or self._are_checked or list(counts) != [counts[0]] * len(rows):
@@ -333,7 +335,7 @@ def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
 def _is_uniform(batch: ScheduleBatch, plan: StepPlan, num_drafts: int) -> bool:
     """Tells whether every request verifies `num_drafts` drafts, and none asks for more."""
     return (
-        not plan.left_out
+        not (plan.left_out or plan.without_model)
         and plan.counts.q_lens == [1 + num_drafts] * len(batch.rows)
         and plan.counts.packed is None
         and not any(batch.num_prompt_tokens)
