@@ -18,8 +18,7 @@ from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength, LengthPolicy
-from sglang.srt.lookahead.mask_rows import MaskRows, MTPConfig
-from sglang.srt.lookahead.planner import LookaheadPlanner
+from sglang.srt.lookahead.mask_planner import MaskPlanner, MTPConfig
 from sglang.srt.lookahead.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.managers.scheduler import (
@@ -452,7 +451,7 @@ def make_mtp_worker(
     state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size, max_masks=max_masks)
     masks = load(runner.operations.masks)
     policy = policy or FixedLength(mask_parts(MTP_MAX_K))
-    planner = LookaheadPlanner(MaskRows(settings, state.num_rows), policy)
+    planner = MaskPlanner(settings, state.num_rows, policy)
     planned = PlannedDrafter(planner, MaskDrafter(state, settings, masks))
     on_step = None if trace is None else trace.launched
     return TpModelWorker(runner, state, (mask_token_id,), planned, on_step)

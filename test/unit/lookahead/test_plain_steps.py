@@ -11,8 +11,7 @@ import pytest
 from policy_steps import mask_parts
 from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.lookahead.length_policy import FixedLength
-from sglang.srt.lookahead.mask_rows import MaskRows, MTPConfig
-from sglang.srt.lookahead.planner import LookaheadPlanner
+from sglang.srt.lookahead.mask_planner import MaskPlanner, MTPConfig
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.worker import BatchRequest, NewRow, ScheduleBatch
@@ -37,7 +36,7 @@ class Limits(FixedLength):
 def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     """Gives plans of steps of the same requests, without their tiers."""
     config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
-    planner = LookaheadPlanner(MaskRows(config, len(PROMPTS)), Limits(*limits))
+    planner = MaskPlanner(config, len(PROMPTS), Limits(*limits))
     rows, tokens = list(range(len(PROMPTS))), np.arange(5, dtype=np.int32)
     planner.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
     requests = [BatchRequest(row, 20, PROMPTS[row], kv_len_before=20) for row in rows]

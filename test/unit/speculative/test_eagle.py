@@ -239,5 +239,5 @@ def test_draft_steps_are_priced_as_one_pass_where_mask_tokens_draft(
     paths: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     served: Any = Served(paths, kind, 3, setup_for(3), prices=DEAR_ROWS, tile_spec_cache=tmp_path)
-    tables = served.planner.rows.tile_spec._tables
+    tables = served.planner.tile_spec._tables
     assert tables._uniform.drafts_at_once == tables._packed.drafts_at_once == (kind in AT_ONCE)

@@ -357,7 +357,7 @@ def test_steps_whose_drafts_all_pay_replay_the_graphs_of_a_fixed_number(
         found.append((served.rounds, served.proposals, served.num_pieces, served.seen))
     assert found[0] == found[1]
     assert len(found[0][0]) > 10
-    tile_spec = served.harness.planner.rows.tile_spec
+    tile_spec = served.harness.planner.tile_spec
     assert tile_spec is not None
     assert tile_spec.gain_period > 0, "or nothing was looked at"
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.draft_rows import DraftRows, LeftOutRows
+from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts, same_size
-from sglang.srt.lookahead.planner import LookaheadPlanner
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
 from sglang.srt.lookahead.tile_spec import CutRoundPrices, LatencyTables, TileSpec
@@ -68,7 +66,7 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
 
 def planner_of_rounds(
     options: RoundOptions, parts: DrafterParts, prices: MeasuredRoundPrices | None
-) -> LookaheadPlanner[StepPlan]:
+) -> DraftPlanner:
     """
     Args:
         prices: None where nothing goes by them.
@@ -91,8 +89,6 @@ def planner_of_rounds(
             feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )
     )
-    reads_matches = policy.reads_matches
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
     left_out = LeftOutRows() if may_rest else None
-    rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
-    return LookaheadPlanner(rows, policy)
+    return DraftPlanner(options, num_rows, policy, tile_spec, left_out)
