@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sglang.srt.lookahead.prompt_budget import PromptBudget, make_budget
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
@@ -75,8 +75,8 @@ def measure_prices(
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
     """Makes the budget of prompt tokens of a step."""
     planner = config.scheduler.planner
-    return make_budget(
-        planner.chunked_prefill_size, planner.max_step_ms, prices, planner.bounds_streams_alone
+    return PromptBudget(
+        planner.chunked_prefill_size, prices, planner.max_step_ms, planner.bounds_streams_alone
     )
 
 
