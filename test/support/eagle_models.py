@@ -41,6 +41,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
+from thread_ranks import NUM_RANKS
 from utils import make_random_llama
 
 STANDALONE = "STANDALONE"
@@ -53,7 +54,12 @@ ATTENTION = "midlayer.self_attn."
 
 
 def write_target(
-    path: Path, seed: int = 0, noise: float = 0.028, num_layers: int = 8, hidden: int = HIDDEN
+    path: Path,
+    seed: int = 0,
+    noise: float = 0.028,
+    num_layers: int = 8,
+    hidden: int = HIDDEN,
+    num_ranks: int = NUM_RANKS,
 ) -> Path:
     """A Llama of 8 layers: but for them token t would be followed by t + 7, and all sequences would
     go round. The first number of each embedding is 1."""
@@ -65,7 +71,7 @@ def write_target(
         intermediate_size=48,
         num_hidden_layers=num_layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=num_ranks,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         initializer_range=0.3,
@@ -167,9 +173,10 @@ def write_draft(path: Path, seed: int = 1, noise: float = 0.1) -> Path:
     return write_target(path, seed, noise, num_layers=2, hidden=HIDDEN // 2)
 
 
-def write_models(folder: Path) -> dict[str, Path]:
-    """The target, a head of each kind, and a draft model."""
-    target = write_target(folder / "target")
+def write_models(folder: Path, num_ranks: int = NUM_RANKS) -> dict[str, Path]:
+    """The target, with KV heads for so many ranks, a head of each kind, and a draft model."""
+    noise = 0.028 if num_ranks == 1 else 0.036
+    target = write_target(folder / "target", noise=noise, num_ranks=num_ranks)
     return {
         "target": target,
         EAGLE: write_eagle_head(folder / EAGLE),

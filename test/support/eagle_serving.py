@@ -14,13 +14,15 @@ from drafted_serving import Drafted, params_of, prompts
 from drafter_checks import DraftCounter, asking_requests, assert_same
 from eagle_models import CONTEXT, VOCAB, eagle_config_for
 from sglang.srt.messages.control import ContinueGenerationReq, MemoryOccupationReq
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import PriceTable
+from thread_ranks import NUM_RANKS, runners_of
 from utils import Setup, make_execution
 
 
@@ -37,7 +39,10 @@ def tree_setup(shape: TreeShape, page_size: int = 1, **changes: Any) -> Setup:
     return setup_for(shape.depth, page_size, **{"max_decode_rows": slots, **changes})
 
 
-def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> RunnerGroup:
+def executions_for(
+    target: Path, drafter: DrafterConfig | None, setup: Setup
+) -> tuple[ExecutionConfig, ...]:
+    """Of the target and of the drafter's models."""
     needs = drafter_needs(drafter)
     assert needs.max_slots <= setup.max_decode_rows
     execution = make_execution(
@@ -49,7 +54,13 @@ def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> Runn
         capture=needs.capture,
         captures_trees=needs.has_trees,
     )
-    return make_runners(execution, *drafter_models(drafter, execution))
+    return execution, *drafter_models(drafter, execution)
+
+
+def group_for(
+    target: Path, drafter: DrafterConfig | None, setup: Setup, num_ranks: int = NUM_RANKS
+) -> RunnerGroup:
+    return runners_of(*executions_for(target, drafter, setup), num_ranks=num_ranks)
 
 
 class Served(Drafted):

@@ -12,7 +12,7 @@ from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, chec
 from sglang.srt.head_tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
 from sglang.srt.layers.linear import Embedding, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
@@ -38,6 +38,8 @@ class SharedModules:
 
 class DraftHead(Model):
     """A head over a target. Before its first step it is given the target (`attach`).
+
+    Where several ranks hold the target, each has all of the head, whose layers need no sums.
 
     Its forward pass reads `ForwardBatch.hidden`. `ModelOutput.hidden` is what the next draft step
     reads there, and what `compute_logits` makes logits of.
@@ -66,6 +68,7 @@ class DraftHead(Model):
         self.layers = nn.ModuleList([first, *upper])
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
         self._shared: SharedModules | None = None
+        self._ranks: Collectives | None = None
         self.embed_tokens = Embedding(config.vocab_size, size) if config.own_embedding else None
         num_tokens = config.draft_vocab_size or config.vocab_size
         self.lm_head = Linear(size, num_tokens, bias=False) if config.own_output else None
@@ -122,24 +125,26 @@ class DraftHead(Model):
             return f"that makes token {int(tokens[counts > 1][0])} of the target of several tokens"
         return None
 
-    def attach(self, target: CausalLM) -> None:
+    def attach(self, target: CausalLM, ranks: Collectives | None = None) -> None:
         """Shares the target's embedding and output head, where it has none of its own: the modules,
         not copies.
+
+        Args:
+            ranks: that hold the target together; None: this process holds it all.
 
         Raises:
             ModelPathError: if the target has other sizes than the head was trained for.
         """
         embed_tokens = target.model.embed_tokens
         check_fits(self._config, embed_tokens.num_tokens, embed_tokens.embedding_dim)
-        self._shared = SharedModules(embed_tokens, target.lm_head)
+        self._shared, self._ranks = SharedModules(embed_tokens, target.lm_head), ranks
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copies what it uses of the target's weights as rows: whenever those have changed."""
         if self.hot_head is not None:
-            weight = self._output.weight
-            torch.index_select(weight, 0, self.hot_ids, out=self.hot_head.weight)
+            self._output.copy_rows(self.hot_ids, self.hot_head.weight, self._ranks)
 
     @property
     def _target(self) -> SharedModules:
