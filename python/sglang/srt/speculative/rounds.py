@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
@@ -12,7 +13,9 @@ from sglang.srt.lookahead.tile_spec import CutRoundPrices, LatencyTables, TileSp
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
-from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, cliffs, folder_of
+
+logger = logging.getLogger(__name__)
 
 
 def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoundPrices | None:
@@ -32,8 +35,10 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     if rounds.tile_spec_cache is None:
         prices = measure()
     else:
-        profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
-        prices = profiler.head(head, target_prices, measure)
+        ends = cliffs(target_prices) or "no number of"
+        logger.info("--tile-spec: steps take far longer after %s rows.", ends)
+        folder = folder_of(rounds.tile_spec_cache, parts.runners.target)
+        prices = TileSpecProfiler(folder, head, parts.runners.target).head(measure)
     return MeasuredRoundPrices(
         target_prices,
         prices,
