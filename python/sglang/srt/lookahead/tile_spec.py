@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from sglang.srt.lookahead.cut import (
     compute_optimal_k,
 )
 from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import PriceTable, no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize
@@ -63,13 +62,13 @@ class LatencyTables:
             case: whose rows of prompts are certain.
         """
         [(_, prompt_rows)] = case.prompts
-        found = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
-        costs = (
+        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
+        costs = [
             whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)
-            for rows, whole_ms in zip(found.rows, whole, strict=True)
-        )
-        return LatencyTable(found.rows, tuple(costs))
+            for rows, whole_ms in wholes
+        ]
+        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
 
     def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for; arguments as for
@@ -79,31 +78,23 @@ class LatencyTables:
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> _Buckets:
+    ) -> list[tuple[int, LatencyByKV]]:
+        """Rows and cost of each bucket, as they were measured."""
         width = 1 + num_drafts
         most = num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = {self.room(*whole) - prompt_rows for whole in wholes}
-        rows = sorted(room for room in rooms if room < most)
         beside = prompt_rows, num_plain
-        costs = [self._packed.cost(num_reqs, num_drafts, each, *beside) for each in rows]
-        costs.append(self._uniform.cost(num_reqs, num_drafts, most, *beside))
-        rows_ms, kv_ms = (np.array(column) for column in zip(*map(astuple, costs), strict=True))
-        return _Buckets((*rows, most), rows_ms, kv_ms)
-
-
-class _Buckets(NamedTuple):
-    """Buckets of a `LatencyTable`, as they were measured.
-
-    Attributes:
-        rows_ms, kv_ms: [len(rows)]; see `LatencyByKV`.
-    """
-
-    rows: tuple[int, ...]
-    rows_ms: Floats
-    kv_ms: Floats
+        return [
+            *(
+                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
+                for room in sorted(rooms)
+                if room < most
+            ),
+            (most, self._uniform.cost(num_reqs, num_drafts, most, *beside)),
+        ]
 
 
 def _without_graphs(prices: PriceTable) -> PriceTable:
@@ -207,7 +198,7 @@ class TileSpec:
         count = (case.num_reqs - case.num_plain) * num_drafts
         chances = self._chances(self._scores, num_drafts, count)
         table = self._table(case, num_drafts)
-        return best_cut(chances, case.num_reqs, table, LEAST_GAIN).gain
+        return best_cut(chances, case.num_reqs, table, LEAST_GAIN)[1]
 
     @property
     def gain_period(self) -> int:
