@@ -216,7 +216,6 @@ def instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
     return spoil
 
 
-PRICES = ["prices"]
 SPOILED: dict[str, Callable[[Path], object]] = {
     "empty": text(b""),
     "no text": text(bytes(range(256))),
@@ -225,37 +224,37 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a number": text(b"1"),
     "deep": text(b"[" * 200_000),
     "huge": text(b" " * (5 << 20)),
-    "no prices": entry(["prices"], 5),
+    "no prices": entry(["graphs_ms"], 5),
     "no key": entry(["measured_with"], None),
     "foreign": entry(["measured_with", "model"], "another"),
-    "not a number": entry([*PRICES, "kv_ms"], float("nan")),
-    "infinite": entry([*PRICES, "kv_ms"], float("inf")),
+    "not a number": entry(["kv_ms"], float("nan")),
+    "infinite": entry(["kv_ms"], float("inf")),
     "beyond all numbers": lambda file: file.write_text(
         file.read_text().replace('"spread": 0.01', '"spread": 1e999')
     ),
-    "negative": entry([*PRICES, "spread"], -1),
-    "a very large number": entry([*PRICES, "kv_ms"], 10**400),
-    "a flag": entry([*PRICES, "kv_ms"], True),
-    "words": entry([*PRICES, "eager"], "__import__('os')"),
-    "free rows": entry([*PRICES, "eager"], {"sizes": [1], "costs_ms": [0.0]}),
-    "no sizes": entry([*PRICES, "eager"], {"sizes": [], "costs_ms": []}),
-    "sizes that fall": entry([*PRICES, "head"], {"sizes": [8, 4], "costs_ms": [1, 1]}),
-    "a time below 0": entry([*PRICES, "head"], {"sizes": [8], "costs_ms": [-1]}),
-    "a size without a time": entry([*PRICES, "head", "sizes"], [1, 2, 3, 4]),
-    "graphs lack": entry([*PRICES, "graphs_ms"], []),
-    "graphs that are none": entry([*PRICES, "graphs_ms", 0], ["ragged", 1]),
-    "graphs of lists": entry([*PRICES, "graphs_ms", 0], [[], {}]),
+    "negative": entry(["spread"], -1),
+    "a very large number": entry(["kv_ms"], 10**400),
+    "a flag": entry(["kv_ms"], True),
+    "words": entry(["eager"], "__import__('os')"),
+    "free rows": entry(["eager"], {"sizes": [1], "costs_ms": [0.0]}),
+    "no sizes": entry(["eager"], {"sizes": [], "costs_ms": []}),
+    "sizes that fall": entry(["head"], {"sizes": [8, 4], "costs_ms": [1, 1]}),
+    "a time below 0": entry(["head"], {"sizes": [8], "costs_ms": [-1]}),
+    "a size without a time": entry(["head", "sizes"], [1, 2, 3, 4]),
+    "graphs lack": entry(["graphs_ms"], []),
+    "graphs that are none": entry(["graphs_ms", 0], ["ragged", 1]),
+    "graphs of lists": entry(["graphs_ms", 0], [[], {}]),
     "one graph twice": lambda file: entry(
-        [*PRICES, "graphs_ms", 0],
-        json.loads(file.read_text())["prices"]["graphs_ms"][1],
+        ["graphs_ms", 0],
+        json.loads(file.read_text())["graphs_ms"][1],
     )(file),
-    "more entries": entry([*PRICES, "more"], 1),
+    "more entries": entry(["more"], 1),
     "a pipe": instead(os.mkfifo),
     "a device": instead(lambda file: file.symlink_to("/dev/zero")),
 }
 SPOILED_HEADS: dict[str, Callable[[Path], object]] = {
-    "passes lack": entry([*PRICES, "passes"], [[1, {"sizes": [1], "costs_ms": [1.0]}]]),
-    "the head's graphs lack": entry([*PRICES, "extend", "graphs_ms"], []),
+    "passes lack": entry(["passes"], [[1, {"sizes": [1], "costs_ms": [1.0]}]]),
+    "the head's graphs lack": entry(["graphs_ms"], []),
 }
 
 
@@ -265,11 +264,9 @@ def test_a_spoiled_cache_is_measured_again_with_one_warning_and_replaced(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     first = Start(tmp_path, *runners)
-    spoils, which = (SPOILED, "target") if name in SPOILED else (SPOILED_HEADS, "head")
-    [file] = [
-        each for each in tmp_path.iterdir() if ("passes" in each.read_text()) == (which == "head")
-    ]
-    spoils[name](file)
+    which = "target" if name in SPOILED else "head"
+    files = {bool(json.loads(each.read_text())["passes"]): each for each in tmp_path.iterdir()}
+    (SPOILED | SPOILED_HEADS)[name](files[which == "head"])
     second = Start(tmp_path, *runners)
     assert second.measured == [which]
     assert (second.target, second.head) == (first.target, first.head)

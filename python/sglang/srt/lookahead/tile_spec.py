@@ -140,6 +140,7 @@ class TileSpec:
         self._num_read = 0  # steps
         # By case, KV aside, and drafts; since prices were looked at last.
         self._known = dict[tuple[StepCase, int], LatencyTable]()
+        self._gains = dict[tuple[StepCase, int], float]()
 
     def cut(self, batch: ScheduleBatch, plan: StepPlan, is_probe: bool = False) -> StepPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
@@ -195,16 +196,13 @@ class TileSpec:
         `LatencyTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        count = (case.num_reqs - case.num_plain) * num_drafts
-        chances = self._chances(self._scores, num_drafts, count)
-        table = self._table(case, num_drafts)
-        return best_cut(chances, case.num_reqs, table, LEAST_GAIN)[1]
-
-    @property
-    def gain_period(self) -> int:
-        """Gains are computed anew where this has changed: once scores are known, then every
-        LOOK_STEPS."""
-        return 0 if self._scores is None else 1 + self._num_read // LOOK_STEPS
+        key = case._replace(kv_tokens=0), num_drafts
+        if key not in self._gains:
+            count = (case.num_reqs - case.num_plain) * num_drafts
+            chances = self._chances(self._scores, num_drafts, count)
+            table = self._table(case, num_drafts)
+            self._gains[key] = best_cut(chances, case.num_reqs, table, LEAST_GAIN)[1]
+        return self._gains[key]
 
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
@@ -222,6 +220,7 @@ class TileSpec:
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
+            self._gains.clear()
         scores, num_drafts = scores_of(record), record.plan.num_drafts
         chances = None if scores is None else self._calibration.predict(scores)
         accepted, fed = [max(1, count) for count in result.accept_lens], result.num_drafts
@@ -303,8 +302,6 @@ class CutRoundPrices:
     def __init__(self, rounds: MeasuredRoundPrices, tile_spec: TileSpec) -> None:
         self._rounds = rounds
         self._tile_spec = tile_spec
-        self._gains: dict[tuple[StepCase, int], float] = {}  # by case, KV aside, and drafts
-        self._period = 0
 
     @property
     def spread(self) -> float:
@@ -316,13 +313,5 @@ class CutRoundPrices:
             whole_ms = self._rounds.round_ms(upcoming.beside(rows), num_drafts)
             # A few rows of prompts more change the gain little, and it takes long to compute.
             some = upcoming.beside(-(-rows // GAIN_GRAIN) * GAIN_GRAIN)
-            total_ms += chance * whole_ms / self._gain(some, num_drafts)
+            total_ms += chance * whole_ms / self._tile_spec.gain(some, num_drafts)
         return total_ms
-
-    def _gain(self, case: StepCase, num_drafts: int) -> float:
-        key, period = (case._replace(kv_tokens=0), num_drafts), self._tile_spec.gain_period
-        if period != self._period:
-            self._gains, self._period = {}, period
-        if key not in self._gains:
-            self._gains[key] = self._tile_spec.gain(case, num_drafts)
-        return self._gains[key]

@@ -13,7 +13,8 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -206,17 +207,25 @@ class PriceMeter:
         length = min(length, longest, num_slots // count)
         if length < 2:
             return 0.0, 0.0
-        slots = torch.arange(count * length, device=self._device) + self._runner.kv_pool.page_size
-        self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
-        try:
+        with self._kv(count, length):
             narrow = self._kv_slope([1] * count, length, KV_REPEATS)
             if self._max_width == 1:
                 return max(narrow, 0.0), 0.0
             wide = self._kv_slope([self._max_width] * count, length, KV_REPEATS)
-        finally:
-            self._table[:count, :length] = 0
         per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
         return max(0.0, narrow - per_row), per_row
+
+    @contextmanager
+    def _kv(self, count: int, length: int) -> Iterator[None]:
+        """While this lasts, the first rows of the table have so many slots each."""
+        page_size = self._runner.kv_pool.page_size
+        num_slots = self._runner.memory.num_pages * page_size
+        slots = page_size + torch.arange(count * length, device=self._device) % num_slots
+        self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
+        try:
+            yield
+        finally:
+            self._table[:count, :length] = 0
 
     def _kv_slope(self, q_lens: list[int], length: int, repeats: int) -> float:
         """Returns the milliseconds per token of KV, of `length` before each request."""
@@ -239,15 +248,8 @@ class PriceMeter:
         sizes = tuple(sorted({min(size, most) for size in wished}))
         if self._is_cpu and self._once_ms(self._launch([most])) * 4 > CPU_CHUNK_S * 1e3:
             return FREE  # a large model: weights outweigh KV
-        page_size = self._runner.kv_pool.page_size
-        slots = torch.arange(length, device=self._device) % (
-            self._runner.memory.num_pages * page_size
-        )
-        self._table[0, :length] = (slots + page_size).to(self._table.dtype)
-        try:
+        with self._kv(1, length):
             costs = [max(0.0, self._kv_slope([size], length, repeats)) for size in sizes]
-        finally:
-            self._table[0, :length] = 0
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:

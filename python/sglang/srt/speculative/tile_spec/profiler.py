@@ -17,11 +17,11 @@ import re
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -33,7 +33,7 @@ from sglang.srt.lookahead.cut import PiecewiseLinearLatency
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
 from sglang.srt.platform import Platform
-from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 
 logger = logging.getLogger(__name__)
@@ -63,17 +63,18 @@ TIMED_FIELDS = (
 
 # What a file may hold. JSON has neither NaN nor infinity.
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
-
-T = TypeVar("T")
+TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.name != "find"]
 
 
 class ProfileError(Exception):
     """A kept profile cannot be used; the text says why."""
 
 
-class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
-    """A `PriceTable` as it is kept, without `find`: the runner finds its graphs."""
+class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of a file: what prices were measured with, those of a `PriceTable` but `find`,
+    since the runner finds its graphs, and of a head `DraftPrices.passes`."""
 
+    measured_with: dict[str, str]
     graphs_ms: list[tuple[GraphKey, Price]]
     eager: Curve
     head: Curve
@@ -81,45 +82,12 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
     row_kv_ms: Price
     prompt_kv_ms: Curve
     spread: Price
-
-    @classmethod
-    def of(cls, prices: PriceTable) -> KeptTable:
-        fields = {name: getattr(prices, name) for name in cls.__struct_fields__}
-        return cls(**{**fields, "graphs_ms": [*prices.graphs_ms.items()]})
-
-    def prices_of(self, runner: ModelRunner) -> PriceTable:
-        """The prices of exactly the graphs that a runner has."""
-        keys = priced_graphs(runner, runner.config.max_decode_rows)
-        found = Counter(key for key, _ in self.graphs_ms)
-        costs_ms = [*self.eager.costs_ms, *(cost_ms for _, cost_ms in self.graphs_ms)]
-        if Counter(keys) != found or min(costs_ms) == 0:  # a step takes time
-            raise ProfileError(DAMAGED)
-        fields = {**msgspec.structs.asdict(self), "graphs_ms": dict(self.graphs_ms)}
-        return PriceTable(find=graph_finder(runner), **fields)
-
-
-class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
-    """`DraftPrices` as they are kept."""
-
-    extend: KeptTable
     passes: list[tuple[int | TreeShape, Curve]]
 
-    @classmethod
-    def of(cls, prices: DraftPrices) -> KeptDrafts:
-        return cls(KeptTable.of(prices.extend), [*prices.passes.items()])
-
-    def prices_of(self, runner: ModelRunner) -> DraftPrices:
-        """The prices of exactly the draft steps that a runner has."""
-        if Counter(shape for shape, _ in self.passes) != Counter([*runner.config.draft_steps]):
-            raise ProfileError(DAMAGED)
-        return DraftPrices(self.extend.prices_of(runner), dict(self.passes))
-
-
-class Kept(msgspec.Struct, Generic[T]):
-    """The content of a file: prices of a runner's steps, and what they were measured with."""
-
-    measured_with: dict[str, str]
-    prices: T
+    def table_of(self, runner: ModelRunner) -> PriceTable:
+        names = [name for name in TABLE_FIELDS if name != "graphs_ms"]
+        fields = {name: getattr(self, name) for name in names}
+        return PriceTable(graph_finder(runner), dict(self.graphs_ms), **fields)
 
 
 class TileSpecProfiler:
@@ -143,40 +111,49 @@ class TileSpecProfiler:
 
     def target(self, meter: PriceMeter) -> PriceTable:
         """Gives prices of the runner's steps; kept ones if they still hold."""
-        kept = self._read(Kept[KeptTable])
-        if kept is not None and still_holds(kept, meter):
-            return kept
+        kept = self._read(())
+        if kept is not None and still_holds(prices := kept.table_of(self._runner), meter):
+            return prices
         prices = meter.measure()
-        self._keep(KeptTable.of(prices))
+        self._keep(prices, {})
         return prices
 
     def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
         """Gives prices of the runner as a head over its target."""
-        kept = self._read(Kept[KeptDrafts])
+        kept = self._read(self._runner.config.draft_steps)
         if kept is not None:
-            return kept
+            return DraftPrices(kept.table_of(self._runner), dict(kept.passes))
         prices = measure()
-        self._keep(KeptDrafts.of(prices))
+        self._keep(prices.extend, prices.passes)
         return prices
 
-    def _read(self, kind: Any) -> Any:
-        """Returns the prices of a `Kept`; None where none can be used."""
+    def _read(self, shapes: Iterable[DraftShape]) -> KeptPrices | None:
+        """Returns the prices of exactly the graphs of the runner, and of passes of these shapes;
+        None where there are none."""
         try:
-            kept = read_profile(self._path, kind, self._runner)
+            kept = read_profile(self._path, self._runner)
             if kept is None:
                 return None
-            if kept.measured_with != self._known:
+            keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
+            costs_ms = [*kept.eager.costs_ms, *(cost_ms for _, cost_ms in kept.graphs_ms)]
+            if (
+                kept.measured_with != self._known
+                or Counter(key for key, _ in kept.graphs_ms) != Counter(keys)
+                or Counter(shape for shape, _ in kept.passes) != Counter([*shapes])
+                or min(costs_ms) == 0  # a step takes time
+            ):
                 raise ProfileError(DAMAGED)
-            prices = kept.prices.prices_of(self._runner)
         except ProfileError as error:
             logger.warning("%s: %s; measured again.", self._path, error)
             return None
         logger.info("Read prices of steps from %s.", self._path)
-        return prices
+        return kept
 
-    def _keep(self, prices: KeptTable | KeptDrafts) -> None:
+    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, Curve]) -> None:
+        fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
+        fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
         try:
-            write_profile(self._path, Kept(self._known, prices))
+            write_profile(self._path, KeptPrices(self._known, **fields))
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             logger.warning(
                 "Prices of steps cannot be kept in %s (%s), so each start measures them.",
@@ -274,7 +251,7 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_profile(path: Path, kind: type[T], runner: ModelRunner | None = None) -> T | None:
+def read_profile(path: Path, runner: ModelRunner) -> KeptPrices | None:
     """Reads what a file holds; None where there is none, or a folder, or none that may be opened:
     if it cannot be replaced either, whoever writes it says so. Of several ranks of a runner all get
     what the first one reads.
@@ -283,12 +260,12 @@ def read_profile(path: Path, kind: type[T], runner: ModelRunner | None = None) -
         ProfileError: if it is no file, too large, cannot be read or holds something else.
     """
     data, problem = _contents(path)
-    if runner is not None and (ranks := runner.ranks) is not None:
+    if (ranks := runner.ranks) is not None:
         data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
     if problem:
         raise ProfileError(problem)
     try:
-        return msgspec.json.decode(data, type=kind) if data else None
+        return msgspec.json.decode(data, type=KeptPrices) if data else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise ProfileError(DAMAGED) from None
 
@@ -316,7 +293,7 @@ def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def write_profile(path: Path, profile: msgspec.Struct) -> None:
+def write_profile(path: Path, profile: KeptPrices) -> None:
     """Replaces a file as a whole: whoever reads it at that time gets the old one or the new one.
 
     Raises:
