@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sglang.srt.environ import Environ
-from sglang.srt.lookahead.mask_rows import MTPConfig
+from sglang.srt.lookahead.mask_planner import MTPConfig
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig

@@ -5,11 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sglang.srt.lookahead.prompt_budget import (
-    DecodeLoad,
-    FixedBudget,
-    PromptBudget,
-)
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.mem_cache.shared_prefixes import SharedPrefixes
 from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -22,6 +18,7 @@ from sglang.srt.scheduling.schedule_policy import (
     preemptible,
 )
 from sglang.srt.scheduling.step_builder import PlannedStep, PromptFeed, StepBuilder
+from sglang.srt.step.price_table import StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +72,7 @@ class BatchPlanner:
         budget: PromptBudget | None = None,
     ) -> None:
         self._config = config
-        self._budget = budget or FixedBudget(config.chunked_prefill_size)
+        self._budget = budget or PromptBudget(config.chunked_prefill_size)
         self._lifecycle = lifecycle
         self._ledger = lifecycle.ledger
         self._shared_prefixes = SharedPrefixes(lifecycle.ledger)
@@ -253,11 +250,12 @@ class BatchPlanner:
         return req.committed_bound + req.width.decode_rows
 
 
-def _decode_load(decoding: list[Req]) -> DecodeLoad:
+def _decode_load(decoding: list[Req]) -> StepShape:
     """Adds up the decodes, each with the most rows that it may feed."""
-    num_rows = kv_tokens = row_kv = 0
+    widest = num_rows = kv_tokens = row_kv = 0
     for req in decoding:
+        widest = max(widest, req.width.decode_rows)
         num_rows += req.width.decode_rows
         kv_tokens += req.committed_bound
         row_kv += req.width.decode_rows * req.committed_bound
-    return DecodeLoad(len(decoding), num_rows, num_rows, kv_tokens, row_kv)
+    return StepShape(len(decoding), widest, num_rows, num_rows, kv_tokens, row_kv)

@@ -27,7 +27,7 @@ from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
 from sglang.srt.layers.forward_batch import ModelOutput
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import plan_of_drafts
 from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY

@@ -14,9 +14,9 @@ from dataclasses import replace
 from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.matched_drafts import class_of
-from sglang.srt.lookahead.planner import PlannedRows
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
@@ -69,16 +69,13 @@ class LeftOutRows:
         )
 
 
-class DraftRows(PlannedRows[StepPlan]):
-    """Plans for one entry per row of the page table. Before a policy chooses it knows the plan of
-    the step, which verifies the drafts that the step before proposed.
+class DraftPlanner(Planner):
+    """Plans by a policy of drafts, for one entry per row of the page table.
 
     Attributes:
         tile_spec: cuts steps to the drafts that pay; None: all are verified.
 
     Args:
-        tier: of steps before the policy has chosen (`LengthPolicy.settled`).
-        reads_matches: see `LengthPolicy`.
         left_out: the tokens that the drafter's model was not fed; None: it must be fed all.
     """
 
@@ -86,11 +83,11 @@ class DraftRows(PlannedRows[StepPlan]):
         self,
         options: RoundOptions,
         num_rows: int,
-        tier: int,
-        reads_matches: bool,
+        policy: LengthPolicy,
         tile_spec: TileSpec | None = None,
         left_out: LeftOutRows | None = None,
     ) -> None:
+        self.policy = policy
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
@@ -98,8 +95,7 @@ class DraftRows(PlannedRows[StepPlan]):
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
-        self._last_choice = tier, 0
-        self._reads_matches = reads_matches
+        self._last_choice = policy.settled, 0
         self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -116,23 +112,47 @@ class DraftRows(PlannedRows[StepPlan]):
             if self._left_out is not None:
                 self._left_out.admit(new)
 
-    def begin(
-        self, batch: ScheduleBatch, lens: Sequence[int] | None
-    ) -> tuple[StepPlan, UpcomingStep | None]:
-        """See `PlannedRows`; lens are of the matches that drafts follow. The policy hears of steps
-        that emit for a request which takes drafts, whatever tiers there are."""
-        # A request has none while it feeds its prompt.
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        """See `Planner`; lens are of the matches that drafts follow. The step verifies what the one
+        before it proposed, and the policy chooses what is proposed after it."""
+        # A request has no drafts while it feeds its prompt.
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
+        (draft_length, num_drafted_for), next_length = self._last_choice, 0
         if self.tile_spec is not None:
-            is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
+            is_probe = max(num_drafts) > self._options.num_drafts(draft_length)
             plan = self.tile_spec.cut(batch, plan, is_probe)
+        budget = self._budget(batch, lens or self._match_lens)
+        if budget is None:
+            self._last_choice = draft_length, 0
+        else:
+            next_length = budget.limit - 1
+            self._last_choice = budget.settled, batch.emits.count(True)
+        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
+        for row, count in zip(batch.rows, next_drafts, strict=True):
+            self._num_pending_drafts[row] = count
+        # A step of chunks alone has no decodes, which are what the head delays.
+        is_idle = max(num_drafts) == max(next_drafts) == 0
+        rests = is_idle and budget is not None and budget.rests
+        of_trees = self.policy.reads_matches and self._options.has_trees and not plan.is_plain
+        plan = replace(
+            plan,
+            draft_length=draft_length,
+            num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
+            next_drafts=next_drafts,
+            wants_paths=plan.wants_paths or of_trees,
+        )
+        return plan if self._left_out is None else self._left_out.planned(plan, batch.rows, rests)
+
+    def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
+        """Asks the policy, which hears of steps that emit for a request which takes drafts,
+        whatever tiers there are."""
         drafting = [row for row in compress(batch.rows, batch.emits) if self._most_drafts[row]]
         if not drafting:
-            return plan, None
+            return None
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
-        emitting = self._emitting(batch, drafting, lens or self._match_lens)
-        return plan, UpcomingStep.of(batch, emitting, is_fed=is_fed)
+        emitting = self._emitting(batch, drafting, match_lens)
+        return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
 
     def _emitting(
         self, batch: ScheduleBatch, drafting: Sequence[int], match_lens: Sequence[int]
@@ -143,7 +163,7 @@ class DraftRows(PlannedRows[StepPlan]):
         new = {row for row, num_prompt, emits in fed if num_prompt and emits}
         num_new = len(new.intersection(drafting))
         matches = Counter({(False, 0): len(drafting) - num_new, (True, 0): num_new})
-        if self._reads_matches:
+        if self.policy.reads_matches:
             found = ((row in new, 0 if row in new else match_lens[row]) for row in drafting)
             matches = Counter((is_new, class_of(length)) for is_new, length in found)
         k, num_plain = 1 + self._options.num_steps, batch.emits.count(True) - len(drafting)
@@ -158,30 +178,6 @@ class DraftRows(PlannedRows[StepPlan]):
                 emitting[EmittingRequest(kind, wished, kind is not None, 1 - is_new)] = count
         return emitting
 
-    def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
-        """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
-        plan, (draft_length, num_drafted_for), next_length = begun, self._last_choice, 0
-        if budget is None:
-            self._last_choice = draft_length, 0
-        else:
-            next_length = budget.limit - 1
-            self._last_choice = budget.settled, batch.emits.count(True)
-        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
-        for row, count in zip(batch.rows, next_drafts, strict=True):
-            self._num_pending_drafts[row] = count
-        # A step of chunks alone has no decodes, which are what the head delays.
-        is_idle = max(plan.num_drafts) == max(next_drafts) == 0
-        rests = is_idle and budget is not None and budget.rests
-        of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
-        plan = replace(
-            plan,
-            draft_length=draft_length,
-            num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
-            next_drafts=next_drafts,
-            wants_paths=plan.wants_paths or of_trees,
-        )
-        return plan if self._left_out is None else self._left_out.planned(plan, batch.rows, rests)
-
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
         if tier == 0:
@@ -190,10 +186,10 @@ class DraftRows(PlannedRows[StepPlan]):
         counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
         return list(map(min, counts, map(self._most_drafts.__getitem__, batch.rows)))
 
-    def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
-        """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """See `Planner`. Copies were made before the step ran, so nothing is waited for."""
         rows, kinds = record.rows, [ALIKE] * len(record.rows)
-        if self._reads_matches and record.plan.num_drafted_for is not None:
+        if self.policy.reads_matches and record.plan.num_drafted_for is not None:
             assert record.lens is not None, "The drafter has matches."
             self._match_lens = lens = record.lens.read()[0].tolist()
             kinds = [Kind(match=class_of(lens[row])) for row in rows]
@@ -202,7 +198,7 @@ class DraftRows(PlannedRows[StepPlan]):
         if self.tile_spec is not None:
             num_drafts = record.plan.num_drafts
             num_accepted = self.tile_spec.observe(record, result)
-        return StepOutcome(
+        outcome = StepOutcome(
             plan=record.plan,
             rows=rows,
             num_tried=[1 + count for count in num_drafts],
@@ -212,6 +208,7 @@ class DraftRows(PlannedRows[StepPlan]):
             kinds=kinds,
             paths=result.paths,
         )
+        self.policy.observe(outcome)
 
 
 def _places(rows: Sequence[int], chosen: set[int]) -> Sequence[int]:
