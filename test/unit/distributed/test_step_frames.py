@@ -56,7 +56,7 @@ PLAN = StepPlan(
     num_drafts=[0, 1],
     left_out=range(1),
     fed_again=[3],
-    budget=Budget(3, 8, Stakes(0.1, 0.2, True)),
+    budget=Budget(3, 8, Stakes(0.1, 0.2)),
 )
 
 
