@@ -57,7 +57,7 @@ PLAN = StepPlan(
     left_out=range(1),
     without_model=[1],
     fed_again=[3],
-    budget=Budget(3, 8, Stakes(0.1, 0.2, True)),
+    budget=Budget(3, 8, Stakes(0.1, 0.2)),
 )
 
 

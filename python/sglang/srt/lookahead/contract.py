@@ -28,14 +28,12 @@ class Stakes(NamedTuple):
     """A length policy's bet on a step.
 
     Attributes:
-        extra_ms: the step's price beyond the plain one.
+        owed_ms: the step's price beyond the plain one, as far as it is not paid yet.
         token_ms: worth of a token.
-        counts: the gain or loss goes to the trial budget; a trial is paid for in advance.
     """
 
-    extra_ms: float
+    owed_ms: float
     token_ms: float
-    counts: bool
 
 
 @dataclass(frozen=True, slots=True)

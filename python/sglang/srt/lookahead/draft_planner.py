@@ -159,8 +159,8 @@ class DraftPlanner(Planner):
     ) -> Counter[EmittingRequest]:
         """Counts requests that emit, by kind: their next step is taken to have the same. Of the
         match after a prompt nothing is known yet. Those that take no drafts have no kind."""
-        fed = zip(batch.rows, batch.num_prompt_tokens, batch.emits, strict=True)
-        new = {row for row, num_prompt, emits in fed if num_prompt and emits}
+        fed = compress(zip(batch.rows, batch.emits, strict=True), batch.num_prompt_tokens)
+        new = {row for row, emits in fed if emits}
         num_new = len(new.intersection(drafting))
         matches = Counter({(False, 0): len(drafting) - num_new, (True, 0): num_new})
         if self.policy.reads_matches:
@@ -182,9 +182,10 @@ class DraftPlanner(Planner):
         """Drafts that each request of a step is given for its next one."""
         if tier == 0:
             return [0] * len(batch.rows)
-        num_slots = self._options.num_draft_slots(tier)
-        counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
-        return list(map(min, counts, map(self._most_drafts.__getitem__, batch.rows)))
+        num_slots, num_drafts = self._options.num_draft_slots(tier), self._options.num_drafts(tier)
+        counts = drafts_of_requests(batch, max_accepted, num_slots, num_drafts)
+        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
+        return counts if min(mosts) >= num_drafts else list(map(min, counts, mosts))
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         """See `Planner`. Copies were made before the step ran, so nothing is waited for."""
@@ -261,7 +262,7 @@ def plan_of_drafts(
 def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
     emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
     num_read = q_lens.copy()
-    for place, num_prompt in enumerate(batch.num_prompt_tokens):
-        if num_prompt:
-            q_lens[place], num_read[place] = num_prompt, emits[place]
+    prompts = batch.num_prompt_tokens
+    for place in compress(range(len(prompts)), prompts):
+        q_lens[place], num_read[place] = prompts[place], emits[place]
     return StepCounts(q_lens, num_read, emits, [True] * len(emits))
