@@ -25,10 +25,10 @@ from page_blocks import PAGES, Block, blocks_of
 from serving_utils import RunningServer, running_server
 from sglang.__main__ import COMMANDS
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.replica_flags import parse_serve
 from sglang.srt.environ import Environ
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.runtime_config import resolve
-from sglang.srt.server_args import parse_cli
 from speculation_flags_cases import PLATFORM
 
 pytestmark = pytest.mark.long_matrix
@@ -79,7 +79,7 @@ def server() -> Iterator[RunningServer]:
 
 def serves(words: list[str], server: RunningServer) -> None:
     """A command line that starts a server is one that would start."""
-    args = parse_cli(words)
+    args, _ = parse_serve(words)
     resolve(args, PLATFORM, load_model_config(args.model_path), Environ())
 
 

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict
 from urllib.error import URLError
 
 import msgspec
 
-from sglang.srt.entrypoints.children import child_environ
+from sglang.srt.entrypoints.children import NO_MORE, start_child
 from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.processes.flag_bounds import check_numbers
@@ -29,8 +29,13 @@ MODULE = "sglang.srt.entrypoints.server_child"
 ASK_TIMEOUT_S = 10
 
 
-def start_server(server_args: ServerArgs) -> subprocess.Popen[bytes]:
+def start_server(
+    server_args: ServerArgs, environ: Mapping[str, str] = NO_MORE
+) -> subprocess.Popen[bytes]:
     """Starts a server, and does not wait for it. It ends with this process.
+
+    Args:
+        environ: of `start_child`.
 
     Raises:
         ConfigError: for a number that its flag cannot be.
@@ -41,21 +46,7 @@ def start_server(server_args: ServerArgs) -> subprocess.Popen[bytes]:
         raise LaunchError(
             f"Port {server_args.port} is in use, or 0, which is none; give another one."
         )
-    return start_child(MODULE, asdict(server_args))
-
-
-def start_child(module: str, fields: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Starts a module in a process group of its own, and writes a line to its standard input, which
-    stays open: its end tells the process that this one is gone."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module], stdin=subprocess.PIPE, env=child_environ(), process_group=0
-    )
-    if process.stdin is None:
-        raise LaunchError("A child process has no standard input.")
-    with suppress(BrokenPipeError):  # it has ended, which the caller will notice
-        process.stdin.write(msgspec.json.encode(fields) + b"\n")
-        process.stdin.flush()
-    return process
+    return start_child(MODULE, asdict(server_args), environ)
 
 
 def is_ready(server_args: ServerArgs) -> bool:
