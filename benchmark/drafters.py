@@ -16,7 +16,13 @@ from benchmark.mtp_model import INFLATED, SILENT_STD, SMALL_TARGET
 from benchmark.random_model import DRAFT_GEOMETRIES
 
 STANDALONE = "STANDALONE"
-HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", STANDALONE: "demo-draft"}
+NEXTN = "NEXTN"
+HEADS = {
+    "EAGLE": "demo-eagle",
+    "EAGLE3": "demo-eagle3",
+    NEXTN: "demo-nextn",
+    STANDALONE: "demo-draft",
+}
 DEFAULT_DRAFT_GEOMETRY = "llama-3.2-1b"
 DRAFT_VOCAB_SIZE = 32000  # of published EAGLE-3 heads for this geometry
 
@@ -33,6 +39,11 @@ def drafter_flags(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     drafter = options.get("draft_model") or HEADS[algorithm]
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model_path == INFLATED:
+            if algorithm == NEXTN:
+                raise SystemExit(
+                    "--algorithm NEXTN: no layer of this kind can be inflated; name a model whose"
+                    " own layer drafts, or --model-path demo."
+                )
             subprocess.run(inflate_command(drafter, folder, arguments), cwd=ROOT, check=True)
             drafter = folder
         yield {"speculative_algorithm": algorithm, "speculative_draft_model_path": drafter}

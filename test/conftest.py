@@ -47,7 +47,7 @@ LONGEST_FIRST = (
     "test/e2e/test_weight_updates.py",
     "test/e2e/test_page_in_browser.py",
     "test/e2e/test_greedy_equality.py",
-    "test/unit/speculative/test_tile_spec_trees.py",
+    "test/unit/speculative/test_tile_spec_serving.py",
     "test/unit/speculative/test_standalone_graphs.py",
     "test/e2e/test_trainer_names.py",
     "test/unit/speculative/test_ledger_matrix.py",

@@ -37,11 +37,11 @@ class HeadAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated queries [B, heads, T, head_dim] of x [B, T, input_size]."""
+        """Returns rotated queries [B, heads, T, head_dim] of x [B, T, input_size]."""
         return apply_rope(self._heads(self.q_proj(x)), cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [B, KV heads, T, head_dim]."""
+        """Returns rotated keys and values, each [B, KV heads, T, head_dim]."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         return apply_rope(k, cos, sin), v
 
@@ -59,8 +59,8 @@ class HeadLayer(nn.Module):
         self.mlp = FeedForward(shape)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [B, T, D] of a residual [B, T, D] and what the attention heads read
-        [B, heads, T, head_dim]."""
+        """Returns the layer's output [B, T, D] of a residual [B, T, D] and what the attention heads
+        read [B, heads, T, head_dim]."""
         residual = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -113,7 +113,7 @@ def attend(
 
 
 class DraftHead(nn.Module):
-    """What all heads share; subclasses say how rows enter the layer and how tokens are said."""
+    """Holds what all heads share; subclasses say how rows enter the layer and what follows."""
 
     cos: Tensor
     sin: Tensor
@@ -133,28 +133,28 @@ class DraftHead(nn.Module):
 
     @property
     def layer(self) -> HeadLayer:
-        """Its one layer."""
+        """Returns its one layer."""
         raise NotImplementedError
 
     def combine(self, features: Tensor) -> Tensor:
-        """Hidden inputs [..., D] of what `read_target` gives for this head."""
+        """Returns hidden inputs [..., D] of what `read_target` gives for this head."""
         raise NotImplementedError
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [..., input size], and the residual [..., D], of token embeddings
-        and hidden inputs, [..., D] each."""
+        """Returns what attention reads [..., input size], and the residual [..., D], of token
+        embeddings and hidden inputs, [..., D] each."""
         raise NotImplementedError
 
     def leave(self, x: Tensor) -> Tensor:
-        """What `forward` gives [..., D] of the layer's output [..., D]."""
+        """Returns what `forward` gives [..., D] of the layer's output [..., D]."""
         return x
 
     def logits(self, carried: Tensor, output: Tensor) -> Tensor:
-        """[..., V] of what `forward` gives; output [vocab_size, D] is the target's head."""
+        """Returns [..., V] of what `forward` gives; output [vocab_size, D] is the target's head."""
         return F.linear(carried, output)
 
     def _initialise(self) -> None:
-        """Normal weights; projections back into the residual stream start at zero."""
+        """Draws normal weights; projections back into the residual stream start at zero."""
         for name, weight in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(weight)
@@ -162,8 +162,8 @@ class DraftHead(nn.Module):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """All rows of sequences, each with the hidden input that it is given: embedded and hidden
-        [B, R, D] -> [B, R, D], the hidden inputs of the draft steps behind them."""
+        """Runs all rows of sequences, each with the hidden input that it is given: embedded and
+        hidden [B, R, D] -> [B, R, D], the hidden inputs of the draft steps after them."""
         layer, num_rows = self.layer, embedded.shape[1]
         x, residual = self.enter(embedded, hidden)
         rotation = self.cos[:num_rows], self.sin[:num_rows]
@@ -297,8 +297,8 @@ class Eagle3Head(DraftHead):
 
 
 def make_head(algorithm: str, target: Llama, target_ids: Tensor) -> DraftHead:
-    """A head to train for a target: the target's layer sizes (of NEXTN smaller ones), and where it
-    can its weights.
+    """Makes a head to train for a target: with the target's layer sizes (NEXTN: smaller ones), and
+    with its weights where they fit.
 
     Args:
         target_ids: [V] int64, ascending; the tokens that an EAGLE-3 head says.
@@ -316,7 +316,7 @@ def make_head(algorithm: str, target: Llama, target_ids: Tensor) -> DraftHead:
 
 
 def _smaller_layer(shape: LlamaShape, target: Llama) -> NextNHead:
-    """A NEXTN head with half of the target's attention heads, and two thirds of its MLP."""
+    """Makes a NEXTN head with half of the target's attention heads, and two thirds of its MLP."""
     head = NextNHead(
         replace(
             shape,
@@ -331,7 +331,7 @@ def _smaller_layer(shape: LlamaShape, target: Llama) -> NextNHead:
 
 
 def tap_layers(algorithm: str, num_layers: int) -> tuple[int, ...]:
-    """The layers of the target whose inputs an EAGLE-3 head reads; none for other heads."""
+    """Returns the layers of the target whose inputs an EAGLE-3 head reads; none for others."""
     if algorithm != EAGLE3:
         return ()
     if num_layers < NUM_TAPS + 1:
@@ -340,7 +340,7 @@ def tap_layers(algorithm: str, num_layers: int) -> tuple[int, ...]:
 
 
 def read_target(target: Llama, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """What a target computes of tokens [B, T] int64.
+    """Computes what a target gives of tokens [B, T] int64.
 
     Returns:
         Its last hidden states behind the norm [B, T, D], and the features that a head reads: these

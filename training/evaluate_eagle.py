@@ -1,4 +1,4 @@
-"""How many drafts of a head (EAGLE, EAGLE-3, NEXTN) its target confirms.
+"""Counts how many drafts of a head (EAGLE, EAGLE-3, NEXTN) its target confirms.
 
     python -m training.evaluate_eagle build/tiny-code-eagle3 --prompts 16
 
@@ -53,12 +53,13 @@ class Drafting(Protocol):
     def target(self) -> Llama: ...
 
     def hits(self, tokens: Tensor, starts: Tensor) -> list[Tensor]:
-        """Drafting from rows starts [S] int64 of tokens [B, T] int64, which follow as if they had
-        been drafted: of each of MAX_STEPS drafts whether it is what the target says, [B, S]."""
+        """Drafts from rows starts [S] int64 of tokens [B, T] int64, which follow as if they had
+        been drafted; says of each of MAX_STEPS drafts whether it is what the target says,
+        [B, S]."""
 
     def draft(self, text: Tensor, lens: Tensor, num_steps: int) -> Tensor:
-        """Drafts [N, num_steps] int64 behind text [N, T] int64, of which the first lens [N] tokens
-        count; T is at least num_steps more."""
+        """Returns drafts [N, num_steps] int64 after text [N, T] int64, of which the first lens [N]
+        tokens count; T is at least num_steps more."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Pair:
     taps: tuple[int, ...]
 
     def said(self, carried: Tensor) -> Tensor:
-        """The target's ids of the head's best tokens, of [..., D] that it gave."""
+        """Returns the target's ids of the head's best tokens, of [..., D] that it gave."""
         best = self.head.logits(carried, self.target.embed_tokens.weight).argmax(dim=-1)
         return self.head.target_ids[best]
 
@@ -94,7 +95,7 @@ class Pair:
 def teacher_forced(
     pair: Drafting, stream: np.ndarray, context: int, stride: int, device: torch.device
 ) -> dict[str, Any]:
-    """Drafting from every `stride`-th place of a stream [N] uint16, cut into windows, when the
+    """Drafts from every `stride`-th place of a stream [N] uint16, cut into windows, when the
     tokens that follow are those of the text.
 
     Returns:
@@ -118,7 +119,7 @@ def teacher_forced(
 
 @dataclass(frozen=True)
 class Rounds:
-    """Greedy continuations of N prompts by rounds of drafting and verification.
+    """Continues N prompts greedily by rounds of drafting and verification.
 
     Attributes:
         made: the text; `num_steps` counts rounds.
@@ -151,7 +152,7 @@ def draft(pair: Pair, text: Tensor, lens: Tensor, num_steps: int) -> Tensor:
 
 @torch.no_grad()
 def continue_by_drafts(pair: Drafting, prompts: Tensor, num_steps: int, label: str) -> Rounds:
-    """Greedy continuation of prompts [N, P] int64; each round drafts a chain of num_steps tokens
+    """Continues prompts [N, P] int64 greedily; each round drafts a chain of num_steps tokens
     and keeps those that the target says too, and the target's token behind them."""
     num, prompt_len = prompts.shape
     end = prompt_len + NEW_TOKENS
@@ -186,8 +187,8 @@ def continue_by_drafts(pair: Drafting, prompts: Tensor, num_steps: int, label: s
 
 
 def summarize(rounds: Rounds, num_steps: int) -> dict[str, Any]:
-    """Tokens per round over the continuations that do not loop, and over all; of the former also
-    the share of rounds that confirm at least 1, 2, ... drafts."""
+    """Counts tokens per round over the continuations that do not loop, and over all; of the former
+    also the share of rounds that confirm at least 1, 2, ... drafts."""
     is_fresh = (repeat_rates(rounds.made.tokens) < MAX_REPEATS)[rounds.prompts]
     fresh = rounds.num_accepted[is_fresh]
     least = range(1, num_steps + 1)
@@ -203,7 +204,7 @@ def summarize(rounds: Rounds, num_steps: int) -> dict[str, Any]:
 def evaluate_head(
     pair: Drafting, streams: dict[str, np.ndarray], num_prompts: int, device: torch.device
 ) -> dict[str, Any]:
-    """All figures of the card of a head or of a draft model.
+    """Collects all figures of the card of a head or of a draft model.
 
     Raises:
         RuntimeError: if text by drafts is not the target's own.
@@ -255,7 +256,7 @@ def print_figures(doc: str, load: Callable[[Path, Llama], Drafting]) -> None:
 
 
 def load_pair(folder: Path, target: Llama) -> Pair:
-    """A head of a folder, on the target's device."""
+    """Reads a head of a folder, on the target's device."""
     head = load_head(folder).to(target.embed_tokens.weight.device)
     return Pair(target, head, read_taps(folder))
 

@@ -51,7 +51,7 @@ from sglang.srt.lookahead.ema_policy import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
@@ -139,7 +139,7 @@ def policies_over(
     num_rows = runners.memory.table.num_rows
     width, steps = 1 + options.num_steps, tuple(options.draft_steps)
     drafts = measure_draft_prices(head, num_rows, width, steps)
-    rounds = MeasuredRounds(prices, drafts, max_requests=num_rows)
+    rounds = MeasuredRoundPrices(prices, drafts, max_requests=num_rows)
     parts = PolicyParts(
         options=options.tier_options,
         num_rows=num_rows,
@@ -163,7 +163,7 @@ def policy_us(policy: LengthPolicy, size: int) -> float:
         middle = time.perf_counter_ns()
         accepted = [1 + ((index + number) % 2 if budget.limit > 1 else 0) for index in rows]
         outcome = StepOutcome(
-            plan=StepPlan(counts=counts, tier=budget.settled, num_drafted_for=size),
+            plan=StepPlan(counts=counts, draft_length=budget.settled, num_drafted_for=size),
             rows=rows,
             num_tried=[budget.limit] * size,
             num_accepted=accepted,

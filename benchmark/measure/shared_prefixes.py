@@ -1,4 +1,4 @@
-"""What does decode attention over prefixes that requests share gain? Milliseconds of all layers.
+"""Measures what decode attention gains from prefixes that requests share, in ms of all layers.
 
 Attention alone, in CUDA graphs, in the geometry of an 8B model (32 query heads, 8 KV heads of 128,
 bfloat16, pages of 1) over random KV at random slots. A graph has LAYERS layers, each with KV of its

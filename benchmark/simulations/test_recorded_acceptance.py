@@ -17,7 +17,7 @@ from served_rounds import MAX_DRAFTS, rounds
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import LengthOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCases
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 LEAD_MS, COUNTED_MS = 2500.0, 7500.0
@@ -47,7 +47,7 @@ class Loop:
         self._drafts = [0] * num_reqs
         self._unread = deque[tuple[list[int], list[int]]]()
 
-    def run(self, policy: LoadAwareDrafts | None, fixed: int, prices: MeasuredRounds) -> Found:
+    def run(self, policy: LoadAwareDrafts | None, fixed: int, prices: MeasuredRoundPrices) -> Found:
         """With the tiers of a policy, or always the same one."""
         num_reqs, ms, tokens, switches = len(self._rows), -LEAD_MS, 0, 0
         upcoming = drafting_step(num_reqs)
@@ -55,7 +55,7 @@ class Loop:
             settled = 0 if policy is None else policy.settled
             tier = fixed if policy is None else policy.choose(upcoming).limit - 1
             verified, given = max(self._drafts), self._step(tier)
-            ms += prices.round_ms(StepCases(num_reqs), verified)
+            ms += prices.round_ms(StepCase(num_reqs), verified)
             if ms > 0:
                 tokens += sum(given)
                 switches += policy is not None and policy.settled != settled

@@ -101,6 +101,10 @@ def calls_python(words: list[str], server: RunningServer) -> None:
     assert flag == "-m"
     if module == "sglang.launch_server":
         serves(rest, server)
+    elif module == "sglang_router.launch_router":
+        reason = "the package sglang-router is not installed"
+        router = pytest.importorskip(module, reason=reason)
+        assert router.parse_router_args(rest).worker_urls
     elif module not in ("venv", "pytest"):
         path = module.replace(".", "/")
         roots = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python")
@@ -138,6 +142,13 @@ def activates(words: list[str], server: RunningServer) -> None:
     assert words == [".venv/bin/activate"]
 
 
+def applies(words: list[str], server: RunningServer) -> None:
+    """The manifest is there; `test_manifests.py` reads it."""
+    command, flag, file = words
+    assert (command, flag) == ("apply", "-f")
+    assert (ROOT / file).is_file()
+
+
 def builds_site(words: list[str], server: RunningServer) -> None:
     """The navigation names every page once, and only those; check_new_user.py builds the site."""
     assert words[:2] == ["build", "--strict"]
@@ -154,6 +165,7 @@ RUNNERS: dict[str, Callable[[list[str], RunningServer], None]] = {
     "pip": installs,
     "bash": calls_bash,
     "source": activates,
+    "kubectl": applies,
     "mkdocs": builds_site,
 }
 

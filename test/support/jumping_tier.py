@@ -54,7 +54,7 @@ class JumpingTier:
         pairs = zip(outcome.num_tried, outcome.num_accepted, strict=True)
         verified = [(tried - 1, taken - 1) for tried, taken in pairs if tried > 1]
         assert all(0 <= right <= count for count, right in verified)
-        num_reqs, tier = outcome.plan.num_drafted_for, outcome.plan.tier
+        num_reqs, tier = outcome.plan.num_drafted_for, outcome.plan.draft_length
         if num_reqs is None:
             assert not verified
             return
@@ -90,7 +90,7 @@ def jumping_tiers() -> Iterator[None]:
     """While this lasts `JUMPING`, `CHANGING` and `RESTING` are tier policies."""
     kinds = {JUMPING: JumpingTier, CHANGING: ChangingTier, RESTING: RestingTier}
     places = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in kinds.items()}
-    with mock.patch.dict(LENGTH_POLICIES._entries, places):
+    with mock.patch.dict(LENGTH_POLICIES.entries, places):
         yield
 
 

@@ -32,7 +32,9 @@ def plan_of(
     tier: int = 0, num_drafted_for: int | None = None, budget: Budget | None = None
 ) -> StepPlan:
     counts = StepCounts([1], [1], [1], [True])
-    return StepPlan(counts=counts, tier=tier, num_drafted_for=num_drafted_for, budget=budget)
+    return StepPlan(
+        counts=counts, draft_length=tier, num_drafted_for=num_drafted_for, budget=budget
+    )
 
 
 def drafted(

@@ -184,5 +184,5 @@ def replayable_backends() -> Iterator[None]:
     """`--attention-backend ragged` and `uniform`."""
     names = {"ragged": "ReplayableAttention", "uniform": "UniformAttention"}
     places = {name: f"{__name__}:{attribute}" for name, attribute in names.items()}
-    with mock.patch.dict(ATTENTION_BACKENDS._entries, places):
+    with mock.patch.dict(ATTENTION_BACKENDS.entries, places):
         yield

@@ -50,7 +50,7 @@ def registered(kind: type[SecondModelDrafter] | None = None) -> Iterator[None]:
     """The drafter, or a class made from it, is called `NAME` while this lasts."""
     kind = kind or SecondModelDrafter
     place = f"{kind.__module__}:{kind.__name__}"
-    with mock.patch.dict(DRAFTERS._entries, {NAME: place}):
+    with mock.patch.dict(DRAFTERS.entries, {NAME: place}):
         yield
 
 

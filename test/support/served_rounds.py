@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.draft_rows import DraftRows, LeftOutRows
+from sglang.srt.lookahead.draft_rows import LeftOutRows
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative import rounds as speculative_rounds
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.rounds import planner_of_rounds
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
@@ -42,13 +44,13 @@ def curve(points: dict[int, float]) -> Curve:
     return Curve(tuple(points), tuple(points.values()))
 
 
-def rounds(can_rest: bool = False) -> MeasuredRounds:
+def rounds(can_rest: bool = False) -> MeasuredRoundPrices:
     """Prices of rounds; KV costs nothing."""
     target = PriceTable(no_graphs, {}, curve(STEP_MS), curve(READ_MS), spread=0.004)
     first = Curve((1, 4096), (FIRST_DRAFT_MS,) * 2)
     passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
     extend = PriceTable(no_graphs, {}, curve(EXTEND_MS), first)
-    return MeasuredRounds(target, DraftPrices(extend, passes), can_rest=can_rest)
+    return MeasuredRoundPrices(target, DraftPrices(extend, passes), can_rest=can_rest)
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ class ServedRounds:
         self._true, self._without_head = rounds(), rounds(can_rest=True)
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
-        self.planner = planner_of_rounds(options, parts_of(count), rounds(can_rest))
-        if can_rest:
-            cast(DraftRows, self.planner.rows)._left_out = SomeLeftOut()
+        left_out = SomeLeftOut if can_rest else LeftOutRows
+        with mock.patch.object(speculative_rounds, "LeftOutRows", left_out):
+            self.planner = planner_of_rounds(options, parts_of(count), rounds(can_rest))
         self.planner.admit([new_row(row, load.new_tokens) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from policy_steps import drafted, drafting_step
 from sglang.srt.lookahead.length_policy import LengthPolicy
-from sglang.srt.lookahead.round_prices import StepCases
+from sglang.srt.lookahead.round_prices import StepCase
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 NUM_NEW = 128  # tokens of a request
@@ -32,7 +32,7 @@ class ListedRounds:
     costs_ms: Mapping[int, Sequence[float]]
     spread: float = 0.004
 
-    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         return self.costs_ms[upcoming.num_reqs][num_drafts]
 
 

@@ -133,7 +133,7 @@ class Switched(Drafted):
     def _note(self, step: ComputedStep) -> None:
         if any(step.batch.num_prompt_tokens):
             return
-        tier = step.plan.tier
+        tier = step.plan.draft_length
         self.replayed[tier, step.forward.used_graph] += 1
         self.num_switches += tier != self._tier
         self._tier = tier

@@ -17,8 +17,8 @@ from sglang.srt.lookahead.draft_rows import plan_of_drafts
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import LengthOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCases
-from sglang.srt.lookahead.tile_spec import CutRounds, RoundTables, TileSpec
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.tile_spec import CutRoundPrices, LatencyTables, TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
@@ -33,13 +33,15 @@ MAX_DRAFTS = 7
 NO_MS = Curve((1, 4096), (0.0, 0.0))
 
 
-def rounds() -> MeasuredRounds:
+def rounds() -> MeasuredRoundPrices:
     """Prices of rounds; KV costs nothing."""
     rows, costs = tuple(STEP_MS), tuple(STEP_MS.values())
     target = PriceTable(no_graphs, {}, Curve(rows, costs), NO_MS, spread=0.004)
     extend = Curve(rows, tuple(EXTEND_SHARE * cost for cost in costs))
     passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
-    return MeasuredRounds(target, DraftPrices(PriceTable(no_graphs, {}, extend, NO_MS), passes))
+    return MeasuredRoundPrices(
+        target, DraftPrices(PriceTable(no_graphs, {}, extend, NO_MS), passes)
+    )
 
 
 ROUNDS = rounds()
@@ -71,7 +73,7 @@ class Text:
         """Tokens per millisecond with the best number of drafts, which may be none, always."""
         told = self.confidences(np.random.default_rng(0), 20_000) ** self.power
         lengths = 1 + np.concatenate(([0.0], told.cumprod(1).cumsum(1).mean(0)))
-        upcoming = StepCases(num_reqs)
+        upcoming = StepCase(num_reqs)
         return max(
             num_reqs * length / ROUNDS.round_ms(upcoming, tier)
             for tier, length in enumerate(lengths.tolist())
@@ -85,8 +87,8 @@ class Decode:
         self._rng = np.random.default_rng(7)
         self._num_reqs, self._text = num_reqs, text
         self._confidence = torch.full((num_reqs, MAX_DRAFTS), 0.7)
-        self._tile_spec = TileSpec(RoundTables(ROUNDS, packs_in_graphs=True))
-        prices = CutRounds(ROUNDS, self._tile_spec)
+        self._tile_spec = TileSpec(LatencyTables(ROUNDS, packs_in_graphs=True))
+        prices = CutRoundPrices(ROUNDS, self._tile_spec)
         options = LengthOptions(MAX_DRAFTS)
         parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
         self._policy = LoadAwareDrafts(parts)

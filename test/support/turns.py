@@ -1,6 +1,6 @@
-"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth. All
-files that are marked as a whole, since their tests share a server or what a compiler made, are one
-matrix, whose cases are the files.
+"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a fifth, and CI at
+least one case of each test. All files that are marked as a whole, since their tests share a server
+or what a compiler made, are one matrix, whose cases are the files.
 
 TEST_TURN says which cases: a number draws them, `more-of-NUMBER` is another fifth alone, and
 without it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI
@@ -34,7 +34,8 @@ def case_of(item: pytest.Item) -> str | None:
 
 def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
     """Draws parts of each test function's cases by their ids, rounded up or down so that every
-    case is drawn as often as the others. Processes of one run draw the same."""
+    case is drawn as often as the others; of two turns that leave out different cases one takes a
+    case at least. Processes of one run draw the same."""
     functions: dict[str, list[str]] = {}
     for test in tests:
         functions.setdefault(test.partition("[")[0], []).append(test)
@@ -44,5 +45,6 @@ def chosen(turn: str, tests: Iterable[str]) -> set[str | None]:
         cases = drawn.sample(cases, len(cases))
         luck = drawn.randrange(PARTS)
         first, last = ((len(cases) * n + luck) // PARTS for n in (1, 2))
+        last = max(last, 1)
         found.update(cases[first:last] if is_more(turn) else cases[:first])
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +14,6 @@ import torch
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import eagle_config_for
 from round_serving import On
-from sglang.srt.lookahead import tile_spec as packing
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
@@ -22,7 +21,7 @@ from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.step.step_ops import Q_LEN
+from sglang.srt.step.step_ops import Q_LEN, PackedSize
 from sglang.srt.step.step_outputs import hidden_of_reads
 from sglang.srt.step.worker import ScheduleBatch
 from tile_spec_rounds import FREE_ROWS, free_drafts
@@ -63,7 +62,11 @@ def all_rows_packed() -> Iterator[None]:
     ) -> StepPlan:
         found = cut(tile_spec, batch, plan, is_probe)
         assert found.counts.packed is None, "Rows cost nothing, so none is cut."
-        return found if found.is_plain else packing._packed(found, 0)
+        if found.is_plain:
+            return found
+        counts = found.counts
+        size = PackedSize(counts.num_rows, counts.num_reads)
+        return replace(found, counts=replace(counts, packed=size))
 
     with mock.patch.object(TileSpec, "cut", packed):
         yield

@@ -26,14 +26,14 @@ importlib.util.find_spec = lambda name, *rest: None if name == "flashinfer" else
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """pytest over test/gpu with the plugin, which is written to `folder`."""
+    """Runs pytest over test/gpu, all cases, with the plugin written to `folder`."""
     (folder / "fake_host.py").write_text(PLUGIN)
     command = [sys.executable, "-m", "pytest", "-p", "fake_host", "-p", "no:cacheprovider"]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [*command, "test/gpu", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TEST_TURN": "all"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -15,6 +15,7 @@ def test_a_turn_and_more_of_it_have_no_test_twice(turn: str) -> None:
     assert not part & more
     assert len(part) in range(1, 4)
     assert len(more) in range(1, 4)
+    assert "test/a.py::test_alone" in part | more, "CI takes each test"
 
 
 def test_turns_differ_and_each_says_the_same_again() -> None:

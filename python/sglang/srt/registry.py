@@ -23,11 +23,11 @@ class Registry:
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self._kind = kind
-        self._entries = entries
+        self.entries = entries
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._entries)
+        return sorted(self.entries)
 
     def load(self, name: str) -> Any:
         """Imports what `name` stands for.
@@ -35,9 +35,9 @@ class Registry:
         Raises:
             ValueError: for an unknown name; the message lists the known ones.
         """
-        if name not in self._entries:
+        if name not in self.entries:
             raise ValueError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names)}.")
-        return load(self._entries[name])
+        return load(self.entries[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +127,7 @@ DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 DRAFTERS = Registry(
     "drafter",
     {
+        "dflash": "sglang.srt.speculative.dflash_worker:DFlashDrafter",
         "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
         "mtp": "sglang.srt.speculative.mask_drafter:MaskDrafter",
         "ngram": "sglang.srt.speculative.ngram_worker:NgramDrafter",
@@ -183,6 +184,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 HEADS = Registry(
     "head over a target model",
     {
+        "DFlashDraftModel": "sglang.srt.models.dflash:DFlashDraftModel",
         "LlamaForCausalLMEagle": "sglang.srt.models.llama_eagle:LlamaForCausalLMEagle",
         "LlamaForCausalLMEagle3": "sglang.srt.models.llama_eagle3:LlamaForCausalLMEagle3",
         "LlamaForCausalLMNextN": "sglang.srt.models.llama_nextn:LlamaForCausalLMNextN",

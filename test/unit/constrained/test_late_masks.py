@@ -115,6 +115,7 @@ def test_beside_late_masks_a_plain_request_gets_a_token_in_every_step(
     assert expected[0] == expected[1]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("chunk", [2, 64])
 def test_scores_and_hidden_states_are_those_of_a_request_that_never_sat_out(
     worker: tuple[Worker, dict[str, Any]], chunk: int

@@ -71,6 +71,7 @@ TAGGED: dict[str, tuple[list[Structure], list[str], list[str]]] = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", TAGGED)
 def test_free_text_is_free_and_what_a_trigger_begins_has_its_form(name: str) -> None:
     structures, triggers, pieces = TAGGED[name]
@@ -103,6 +104,7 @@ PREFIXES: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", PREFIXES)
 def test_tags_that_begin_others_take_nothing_wrong_and_never_fail(name: str) -> None:
     trigger, tags = PREFIXES[name]
@@ -168,6 +170,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_say_how_many_tags_there_are(name: str) -> None:
     form, pattern = FORMATS[name]
@@ -212,6 +215,7 @@ CONTENTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mark", ENDS)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_free_text_ends_where_its_tag_does_and_the_next_part_begins(

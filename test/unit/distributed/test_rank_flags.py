@@ -37,13 +37,6 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_numbers() -> No
     check_ranks(args(tp_size=1), odd)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
-def test_what_is_not_built_for_ranks_is_refused_by_name(algorithm: str) -> None:
-    flags = args(speculative_algorithm=algorithm, speculative_draft_model_path="demo-draft")
-    with pytest.raises(ConfigError, match=f"algorithm {algorithm} is not built yet; start without"):
-        check_ranks(flags, MODEL)
-
-
 def test_ranks_have_equal_devices() -> None:
     h100 = "NVIDIA H100 80GB HBM3"
     check_devices(args(), [h100, h100])

@@ -112,7 +112,8 @@ def outputs(harness: SchedulerHarness) -> list[list[int]]:
 @pytest.mark.usefixtures("with_graphs")
 def test_ranks_capture_measure_and_replay_the_same_graphs(llama: Path, tmp_path: Path) -> None:
     execution = make_execution(llama, SETUP, 128, MTP_MAX_ROWS, **GRAPHS)
-    ranks = ThreadRanks(execution, 2, priced := Priced(tmp_path), LoggedGroup)
+    ranks = ThreadRanks(execution, 2, group=LoggedGroup)
+    ranks.serve(priced := Priced(tmp_path))
     assert priced.prices[0] == priced.prices[1]
     before = len(ranks.ranks[0].group.log)
     given = outputs(SchedulerHarness(SETUP, ranks.worker, resources=ranks.resources))

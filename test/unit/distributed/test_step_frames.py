@@ -52,7 +52,7 @@ PLAN = StepPlan(
     counts=StepCounts([4, 1], [0, 1], [0, 1], [True, False], packed=PackedSize(8, 2)),
     max_pending=3,
     lookahead_token=319,
-    tier=2,
+    draft_length=2,
     num_drafts=[0, 1],
     left_out=range(1),
     fed_again=[3],

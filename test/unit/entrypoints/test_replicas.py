@@ -88,6 +88,7 @@ def test_an_engine_is_one_server() -> None:
 def test_without_the_package_one_line_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    without_router(monkeypatch)
     monkeypatch.setitem(sys.modules, "sglang_router", None)
     args = ServerArgs(model_path="demo", device="cpu", port=0)
     assert run_replicas(args, ReplicaFlags(2)) == 1

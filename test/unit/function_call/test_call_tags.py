@@ -63,6 +63,7 @@ def is_valid(name: str, arguments: str) -> bool:
     return name in SCHEMAS and matches_schema(SCHEMAS[name])(arguments)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_single", [False, True])
 def test_what_is_forced_is_calls_of_the_functions_and_nothing_else(

@@ -42,7 +42,7 @@ def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     planner.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
     requests = [BatchRequest(row, 20, PROMPTS[row], kv_len_before=20) for row in rows]
     batch = ScheduleBatch(requests)
-    return [replace(planner.plan(batch), tier=0, budget=None) for _ in limits]
+    return [replace(planner.plan(batch), draft_length=0, budget=None) for _ in limits]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["unverified", "verified"])

@@ -229,7 +229,6 @@ def test_on_a_cpu_rows_reads_and_kv_are_measured_in_little_time(model_path: Path
     table = PriceMeter(runner, 4, MTP_MAX_ROWS).measure()
     took_s = time.perf_counter() - start
     assert took_s < 10
-    assert took_s / 2 < table.measured_s < took_s
     assert table.find(4, 1, 4) is None
     assert table.eager.sizes[:4] == (1, 2, 4, 8)
     assert table.eager.sizes[-1] <= 4 * MTP_MAX_ROWS

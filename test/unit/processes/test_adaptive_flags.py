@@ -197,10 +197,19 @@ def test_flags_that_do_not_go_together_are_named(
     [
         ('{"1": ', "is not valid JSON"),
         ({}, "has no slot"),
-        ({"1": {}}, 'slot "1": candidate_steps is missing'),
-        ({"8": {"candidate_steps": [1, -1]}}, 'slot "8": candidate_steps[1] must be'),
-        ({"8": {"candidate_steps": [1], "ceiling": 1}}, 'slot "8": "ceiling" is not a known key'),
-        ({"1": {"candidate_steps": [1]}, "ema_alpha": 2}, "ema_alpha must be"),
+        ({"1": {}}, 'slot "1": Object missing required field `candidate_steps`'),
+        (
+            {"8": {"candidate_steps": [1, -1]}},
+            'slot "8": Expected `int` >= 0, in `candidate_steps[1]`',
+        ),
+        (
+            {"8": {"candidate_steps": [1], "ceiling": 1}},
+            'slot "8": Object contains unknown field `ceiling`',
+        ),
+        (
+            {"1": {"candidate_steps": [1]}, "ema_alpha": 2},
+            "Expected `float` <= 1.0, in `ema_alpha`",
+        ),
         ({"0": {"candidate_steps": [1]}}, 'slot "0"'),
         (
             {"1": {"candidate_steps": [0]}, "8": {"candidate_steps": [0]}},

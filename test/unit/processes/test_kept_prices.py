@@ -35,7 +35,7 @@ class Meter(PriceMeter):
         self.num_measured += 1
         keys = self._runner.graph_keys
         costs = {key: self._slowness * key.num_tokens for key in keys.all}
-        return PriceTable(keys.find_shape, costs, CURVE, CURVE, 1e-6, 0.0, CURVE, 0.01, 1.0)
+        return PriceTable(keys.find_shape, costs, CURVE, CURVE, 1e-6, 0.0, CURVE, 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -569,7 +569,7 @@ def test_what_a_drafter_needs_decides_the_sizes_of_steps(
     graphs: tuple[int, int],
 ) -> None:
     place = f"{NeedyDrafter.__module__}:{NeedyDrafter.__name__}"
-    monkeypatch.setitem(DRAFTERS._entries, "needy", place)
+    monkeypatch.setitem(DRAFTERS.entries, "needy", place)
     plain = resolved(model, on_a_gpu(), page_size=16, **flags)
     assert plain.needs == NO_DRAFTS
     config = with_drafter(plain, DrafterConfig("needy", needs))

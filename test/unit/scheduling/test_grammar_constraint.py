@@ -116,6 +116,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_outputs_match_and_are_the_same_beside_others_that_do_not_change(
     worker: Worker, sessions: GrammarSessions, plain: list[list[int]], changes: dict[str, Any]
@@ -135,6 +136,7 @@ def test_outputs_match_and_are_the_same_beside_others_that_do_not_change(
         assert all(harness.outputs[i].num_retractions for i in ids if len(plain[i - 1]) > 12)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("enable_overlap", [False, True])
 def test_drafts_are_masked_as_single_tokens_are(
     sessions: GrammarSessions,
@@ -146,7 +148,7 @@ def test_drafts_are_masked_as_single_tokens_are(
     setup = Setup(**{**vars_of(SETUP_OF_STEPS), "enable_overlap": enable_overlap})
     runner = make_runner(DEMO, setup, setup.context_len, MTP_MAX_ROWS)
     ahead = {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True}
-    monkeypatch.setitem(DRAFTERS._entries, "toy", PLACE)
+    monkeypatch.setitem(DRAFTERS.entries, "toy", PLACE)
     drafter = DrafterConfig("toy", NgramOptions(max_drafts=7, max_depth=3))
     runners, tree_setup = make_drafter_runners(DEMO, setup, drafter)
     ways = (
@@ -194,6 +196,7 @@ def test_grammars_that_are_compiled_hold_nobody_up(
     sessions.close()  # so that nobody waits for what is compiled in vain
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("delay", range(12, 24))
 def test_a_grammar_that_is_ready_at_any_moment_is_not_overlooked(delay: int) -> None:
     """Whenever the last look at it was, the scheduler does not go to sleep for good."""

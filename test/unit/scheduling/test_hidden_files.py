@@ -111,6 +111,7 @@ def oracle() -> Any:
     return load_reference(DEMO)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_files_have_the_states_of_transformers(
     way: str, oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

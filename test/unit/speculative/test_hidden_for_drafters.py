@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("models") / "target"
     made = make_random_llama(folder, 1, num_hidden_layers=NUM_LAYERS, **sizes)
     place = f"{ProbingDrafter.__module__}:{ProbingDrafter.__name__}"
-    with mock.patch.dict(DRAFTERS._entries, {"probing": place}):
+    with mock.patch.dict(DRAFTERS.entries, {"probing": place}):
         yield made
 
 

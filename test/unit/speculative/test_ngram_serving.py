@@ -106,7 +106,7 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
         harness = Served(target, drafter, setup_for(num_drafts, **changes), prices)
         harness.listeners.append(note)
         if has_tile_spec:
-            harness.listeners.append(budgets.scramble)
+            harness.scramblers.append(budgets.scramble)
         if policy == JUMPING:
             harness.planner.policy.may_lack = bool(budget)
         serve(harness, right, disturb, seed=CASES.index(case))
@@ -352,7 +352,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
 def test_where_rows_are_dear_only_likely_drafts_are_verified(
     target: Path, tmp_path: Path, breadth: int
 ) -> None:
-    """By prices alone: nothing is forced. More of what is verified is right."""
+    """Goes by prices alone: nothing is forced. More of what is verified is right."""
     shares = []
     for folder in (None, tmp_path):
         drafter = ngram_config(7, breadth, tile_spec_cache=folder)
@@ -394,8 +394,8 @@ def test_how_much_is_drafted_follows_prices_and_matches(
         serve(harness, right_tokens(target), seed=1)
         fed.append(harness.seen["fed"])
         if prices is FREE_ROWS:
-            counts = [each.counts for each in harness.planner.policy._chances]
-            shares = [each.right[0] / max(1, each.tried[0]) for each in counts]
+            trials = [each.trials for each in harness.planner.policy._chances]
+            shares = [each[0].right / max(1, each[0].tried) for each in trials]
             assert shares[4] > 2 * max(shares[:2]), shares
     assert fed[0] > fed[1] > 4 * fed[2], fed
 
@@ -422,10 +422,10 @@ def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) 
 
     harness.listeners.append(note)
     serve(harness, right_tokens(target))
-    counts = [each.counts for each in harness.planner.policy._chances]
+    trials = [each.trials for each in harness.planner.policy._chances]
     for place in range(7):
-        assert sum(each.right[place] for each in counts) == right[1 + place]
-        assert sum(each.tried[place] for each in counts) == fed[1 + place]
+        assert sum(each[place].right for each in trials) == right[1 + place]
+        assert sum(each[place].tried for each in trials) == fed[1 + place]
     assert right.total() == harness.seen["confirmed"] == int(learnt(harness).right.sum())
     assert harness.seen["moved"] > 3, harness.seen
 

@@ -107,7 +107,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     folder = tmp_path_factory.mktemp("standalone")
     draft = write_draft(folder / STANDALONE, noise=0.2)
     place = f"{ComparedDrafter.__module__}:{ComparedDrafter.__name__}"
-    with mock.patch.dict(DRAFTERS._entries, {"compared": place}), jumping_tiers():
+    with mock.patch.dict(DRAFTERS.entries, {"compared": place}), jumping_tiers():
         yield {"target": write_target(folder / "target"), STANDALONE: draft}
 
 

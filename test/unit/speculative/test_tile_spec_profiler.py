@@ -18,13 +18,13 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.processes.kept_prices import still_holds
+from sglang.srt.shard import WHOLE
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from utils import Setup, make_execution, make_random_llama
 
 CURVE = Curve((1, 8, 64), (1.5, 1.25, 9.0))
-TARGET_S, HEAD_S = 7.5, 3.25  # that measuring is said to have taken
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def measured(runner: Any) -> PriceTable:
     keys = runner.graph_keys.all
     costs = {key: 1.0 + key.num_tokens / 7 for key in keys}
     find = runner.graph_keys.find_shape
-    return PriceTable(find, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01, TARGET_S)
+    return PriceTable(find, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01)
 
 
 def contents(prices: PriceTable) -> tuple[Any, ...]:
@@ -75,9 +75,9 @@ class Start:
             lambda kept: still_holds(kept, meter),
         )
         self.target = contents(prices)
-        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))}, HEAD_S)
+        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
         found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
-        self.head = contents(found.extend), found.passes, found.measured_s
+        self.head = contents(found.extend), found.passes
 
     def _measure(self, name: str, prices: Any) -> Callable[[], Any]:
         def measure() -> Any:
@@ -105,14 +105,6 @@ def test_the_second_start_measures_nothing_and_has_the_same_prices(
     assert not warnings_of(caplog)
     assert [path.name for path in tmp_path.iterdir()] == ["some-model_cpu_tp1"]
     assert [path.name for path in (tmp_path / "some-model_cpu_tp1").iterdir()] == [FILE_NAME]
-
-
-def test_the_file_says_how_long_measuring_took(tmp_path: Path, runners: tuple[Any, Any]) -> None:
-    Start(tmp_path, *runners)
-    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME, profiler.Profile)
-    assert profile is not None
-    assert profile.target.prices.measured_s == TARGET_S
-    assert profile.head.prices.measured_s == HEAD_S
 
 
 def test_prices_that_were_disturbed_are_measured_again(
@@ -153,7 +145,8 @@ def test_a_model_may_be_called_anything(tmp_path: Path, model: Path) -> None:
     for name in ("..", "a/b", "x" * 400, "_é\n", "."):
         target = runner_of(model)
         path = SimpleNamespace(name=name)
-        target.config = SimpleNamespace(model=SimpleNamespace(path=path), device="cpu")
+        config = SimpleNamespace(path=path, shard=WHOLE)
+        target.config = SimpleNamespace(model=config, device="cpu")
         folder = folder_of(tmp_path, target)
         assert folder.parent == tmp_path
         folder.mkdir(exist_ok=True)
@@ -257,8 +250,6 @@ SPOILED: dict[str, Callable[[Path], object]] = {
         [*PRICES, "graphs_ms", 0],
         json.loads(file.read_text())["target"]["prices"]["graphs_ms"][1],
     )(file),
-    "no seconds": entry([*PRICES, "measured_s"], None),
-    "negative seconds": entry(["head", "prices", "measured_s"], -1.0),
     "more entries": entry([*PRICES, "more"], 1),
     "passes lack": entry(["head", "prices", "passes"], [[1, [[1, 1.0]]]]),
     "the head's graphs lack": entry(["head", "prices", "extend", "graphs_ms"], []),

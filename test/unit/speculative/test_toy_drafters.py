@@ -74,7 +74,7 @@ CROSSED = [("tree", WAYS[1]), ("chain", WAYS[2])]
 
 @pytest.fixture(autouse=True)
 def toy_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS._entries, "ngram", ngram_drafter.PLACE)
+    monkeypatch.setitem(DRAFTERS.entries, "ngram", ngram_drafter.PLACE)
 
 
 def toy(kind: str, **changes: Any) -> DrafterConfig:
@@ -298,7 +298,7 @@ def test_new_weights_confirm_what_they_would_say_themselves(
 
 @pytest.fixture
 def toy_attention_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION_BACKENDS._entries, "toy", toy_attention.PLACE)
+    monkeypatch.setitem(ATTENTION_BACKENDS.entries, "toy", toy_attention.PLACE)
 
 
 @pytest.mark.usefixtures("toy_attention_is_registered")

@@ -51,7 +51,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(DRAFTERS._entries, "own model", own_model_drafter.PLACE)
+    monkeypatch.setitem(DRAFTERS.entries, "own model", own_model_drafter.PLACE)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
@@ -124,6 +124,7 @@ def test_it_is_silent_and_tokens_are_those_without_a_drafter(
 # ---------------------------------------------------------------- moves
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("kind", "pool"), [("tree", 1), ("shifted tree", 0)])
 def test_a_worker_that_forgets_to_move_is_found(model_path: Path, kind: str, pool: int) -> None:
     harness = TwoModels(model_path, kind).start()
@@ -131,6 +132,7 @@ def test_a_worker_that_forgets_to_move_is_found(model_path: Path, kind: str, poo
     harness.assert_found(pool)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("moved", [0, 1])
 def test_a_worker_that_moves_one_of_two_pools_is_found(model_path: Path, moved: int) -> None:
     harness = TwoModels(model_path, "tree").start()

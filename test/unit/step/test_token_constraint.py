@@ -134,7 +134,7 @@ def test_a_grammar_restricts_drafts_as_it_does_single_tokens(
         verified, num_drafts = generate(worker, setup, **ahead)
         assert verified == plain
         assert num_drafts > 20
-    monkeypatch.setitem(DRAFTERS._entries, "toy", PLACE)
+    monkeypatch.setitem(DRAFTERS.entries, "toy", PLACE)
     drafter = DrafterConfig("toy", NgramOptions(max_drafts=7, max_depth=3))
     runners, tree_setup = make_drafter_runners(small_model, setup, drafter)
     plain, _ = generate(make_worker(runners, None), tree_setup, **params)  # may emit token MASK

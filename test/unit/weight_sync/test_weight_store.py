@@ -139,6 +139,7 @@ def from_tensors(store: WeightStore, pair: Pair) -> Tensors:
 SOURCES = [from_directory, from_file, from_safetensors, from_tensors]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("stage", SOURCES)
 def test_an_updated_model_equals_a_loaded_one(
     pair: Pair, stage: Callable[[WeightStore, Pair], Tensors]

@@ -129,7 +129,7 @@ class SchedulerStats:
 
         Args:
             num_drafts: R counts of drafts verified; empty where there were none.
-            tier: see `StepPlan.tier`.
+            tier: see `StepPlan.draft_length`.
             had_ended: which of the R had ended before, so their tokens are dropped; empty if
                 none had.
             num_generated: tokens of outputs since the start.

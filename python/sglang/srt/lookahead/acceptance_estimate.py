@@ -37,10 +37,33 @@ class Estimate(NamedTuple):
 CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above `low`
 
 
+class Trials:
+    """Counts drafts tried and right, of which the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self.tried = self.right = 0.0
+
+    def add(self, tried: int, right: int, memory: float) -> None:
+        """Adds drafts, and forgets all but `memory` drafts."""
+        self.tried += tried
+        self.right += right
+        if self.tried > memory:
+            self.scale(memory / self.tried)
+
+    def scale(self, share: float) -> None:
+        """Forgets all but a share."""
+        self.tried *= share
+        self.right *= share
+
+    def chance(self, prior: float, trials: float) -> float:
+        """Returns the share of right drafts, where the prior counts as so many drafts."""
+        return (self.right + trials * prior) / (self.tried + trials)
+
+
 class Survival:
-    """Chances that a token of a run is accepted, given that the one before it is, as counts of
-    trials; entry 0 is the second token of a run, entry j the one after j + 1 others. What was never
-    tried is taken to survive like the entry before it.
+    """Chances that a token of a run is accepted, given that the one before it is; entry 0 is the
+    second token of a run, entry j the one after j + 1 others. What was never tried is taken to
+    survive like the entry before it.
 
     Attributes:
         window: trials of an entry that are remembered.
@@ -48,27 +71,19 @@ class Survival:
 
     def __init__(self, max_k: int, window: float = WINDOW) -> None:
         self.window = window
-        self._tried = [0.0] * (max_k - 1)
-        self._kept = [0.0] * (max_k - 1)
+        self._trials = [Trials() for _ in range(max_k - 1)]
 
     def record(self, num_tried: int, num_accepted: int, num_runs: int = 1) -> None:
         """Counts runs that could have had `num_tried` tokens each and had `num_accepted`."""
         for j in range(min(num_tried - 1, num_accepted)):
-            self._tried[j] += num_runs
-            self._kept[j] += num_runs * (num_accepted >= j + 2)
-            if self._tried[j] > self.window:
-                self._scale(j, self.window / self._tried[j])
+            self._trials[j].add(num_runs, num_runs * (num_accepted >= j + 2), self.window)
 
     def forget(self, limit: int) -> None:
         """Forgets a little of the positions that a step of at most `limit` tokens does not try.
         Called once per step: once per request would make many requests forget within a few steps
         what they have learnt."""
-        for j in range(limit - 1, len(self._tried)):
-            self._scale(j, 1.0 - 1.0 / FORGETTING_STEPS)
-
-    def _scale(self, j: int, share: float) -> None:
-        self._tried[j] *= share
-        self._kept[j] *= share
+        for trials in self._trials[limit - 1 :]:
+            trials.scale(1.0 - 1.0 / FORGETTING_STEPS)
 
     def runs(self, longest: int) -> list[Estimate]:
         """Lengths of runs of at most 1, 2, ... `longest` tokens; their variance is that of products
@@ -77,9 +92,9 @@ class Survival:
         chances: list[float] = []
         variances: list[float] = []  # of each survival, relative to its square
         found = [Estimate(1.0, 1.0, 1.0)]
-        for j in range(longest - 1):
-            trials = self._tried[j] + PRIOR_TRIALS
-            survival = (self._kept[j] + PRIOR_TRIALS * survival) / trials
+        for j, seen in enumerate(self._trials[: longest - 1]):
+            trials = seen.tried + PRIOR_TRIALS
+            survival = seen.chance(survival, PRIOR_TRIALS)
             chance *= survival
             mean += chance
             chances.append(chance)

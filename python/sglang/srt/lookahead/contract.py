@@ -76,7 +76,8 @@ class StepPlan:
         wants_scores: the record gets a copy of `Confidence.drafts` from before the step.
         accepts_unconfirmed: the drafter says how many tokens unverified requests are given
             (`Drafter.num_unconfirmed`); False: no such requests.
-        tier: chosen by a length policy; results carry it.
+        draft_length: chosen by a length policy: drafts of a request one after the other, or tokens
+            that it predicts from masks; results carry it.
         num_drafts: R counts of drafts that requests have, fed or not, where the host knows them.
         next_drafts: R counts of drafts that `propose` gives, likewise; empty: not known.
         left_out: places among the R requests of those that the drafter is not fed, ascending: for
@@ -84,8 +85,8 @@ class StepPlan:
         fed_again: rows of the page table whose last tokens were left out so, and which the models
             are fed again from this step on.
         budget: granted by a length policy; None: it was not asked.
-        num_drafted_for: requests that the step's drafts were to be proposed for, at `tier`; None
-            where no request decodes, or nothing is drafted in rounds.
+        num_drafted_for: requests that the step's drafts were to be proposed for, `draft_length` of
+            each; None where no request decodes, or nothing is drafted in rounds.
     """
 
     counts: StepCounts
@@ -96,7 +97,7 @@ class StepPlan:
     wants_paths: bool = False
     wants_scores: bool = False
     accepts_unconfirmed: bool = False
-    tier: int = 0
+    draft_length: int = 0
     num_drafts: Sequence[int] = ()
     next_drafts: Sequence[int] = ()
     left_out: Sequence[int] = ()

@@ -111,15 +111,9 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
     return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Numbers of rows between which latency is a line.
-
-    Attributes:
-        first, last: rows measured.
-        slope: milliseconds per row.
-        intercept: milliseconds at 0 rows.
-    """
+class Segment(NamedTuple):
+    """Numbers of rows, from the first to the last measured, between which latency is a line of
+    `slope` milliseconds per row, and `intercept` at none."""
 
     first: int
     last: int
@@ -150,12 +144,8 @@ class PiecewiseLinearLatency:
             if after > before * (1 + JUMP):
                 starts.append(index + 1)
         ends = [*starts[1:], len(sizes)]
-        return cls(
-            tuple(
-                _fitted(sizes[start:end], costs_ms[start:end])
-                for start, end in zip(starts, ends, strict=True)
-            )
-        )
+        pieces = map(slice, starts, ends)
+        return cls(tuple(_fitted(sizes[piece], costs_ms[piece]) for piece in pieces))
 
     @property
     def ends(self) -> tuple[int, ...]:

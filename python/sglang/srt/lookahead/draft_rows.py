@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import compress, repeat
+from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
@@ -111,10 +111,8 @@ class DraftRows(PlannedRows[StepPlan]):
     ) -> tuple[StepPlan, UpcomingStep | None]:
         """See `PlannedRows`; lens are of the matches that drafts follow. The policy hears of steps
         that emit for a request which takes drafts, whatever tiers there are."""
-        num_drafts = [
-            0 if num_prompt else self._num_pending_drafts[row]
-            for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
-        ]
+        # A request has none while it feeds its prompt.
+        num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
         if self.tile_spec is not None:
             is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
@@ -123,42 +121,46 @@ class DraftRows(PlannedRows[StepPlan]):
         if not drafting:
             return plan, None
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
-        return plan, UpcomingStep.of(batch, self._emitting(batch, lens), is_fed=is_fed)
+        emitting = self._emitting(batch, drafting, lens or self._match_lens)
+        return plan, UpcomingStep.of(batch, emitting, is_fed=is_fed)
 
     def _drafting(self, rows: Iterable[int]) -> list[int]:
         """Returns those of requests that take drafts."""
         return [row for row in rows if self._most_drafts[row]]
 
     def _emitting(
-        self, batch: ScheduleBatch, match_lens: Sequence[int] | None
+        self, batch: ScheduleBatch, drafting: Sequence[int], match_lens: Sequence[int]
     ) -> Counter[EmittingRequest]:
-        """Requests that emit, by kind: their next step is taken to have the same ones. Of the match
-        after a prompt nothing is known yet. Those that take no drafts have no kind."""
-        k, known = 1 + self._options.num_steps, match_lens or self._match_lens
-        rows = list(compress(batch.rows, batch.emits))
-        is_new = [num_prompt > 0 for num_prompt in compress(batch.num_prompt_tokens, batch.emits)]
-        takes_drafts = map(bool, map(self._most_drafts.__getitem__, rows))
-        matches: Iterable[int] = repeat(0, len(rows))
+        """Counts requests that emit, by kind: their next step is taken to have the same. Of the
+        match after a prompt nothing is known yet. Those that take no drafts have no kind."""
+        fed = zip(batch.rows, batch.num_prompt_tokens, batch.emits, strict=True)
+        new = {row for row, num_prompt, emits in fed if num_prompt and emits}
+        num_new = len(new.intersection(drafting))
+        matches = Counter({(False, 0): len(drafting) - num_new, (True, 0): num_new})
         if self._reads_matches:
-            lens = zip(rows, is_new, strict=True)
-            matches = [class_of(0 if new else known[row]) for row, new in lens]
+            found = ((row in new, 0 if row in new else match_lens[row]) for row in drafting)
+            matches = Counter((is_new, class_of(length)) for is_new, length in found)
+        k, num_plain = 1 + self._options.num_steps, batch.emits.count(True) - len(drafting)
+        asked = [
+            *((Kind(match=match), k, is_new, count) for (is_new, match), count in matches.items()),
+            (None, 1, False, num_plain - (len(new) - num_new)),
+            (None, 1, True, len(new) - num_new),
+        ]
         emitting = Counter[EmittingRequest]()
-        found = Counter(zip(takes_drafts, is_new, matches, strict=True))
-        for (takes, new, match), count in found.items():
-            pending = 0 if new else 1
-            kind, wished = (Kind(match=match), k) if takes else (None, 1)
-            emitting[EmittingRequest(kind, wished, takes, pending)] += count
+        for kind, wished, is_new, count in asked:
+            if count:
+                emitting[EmittingRequest(kind, wished, kind is not None, 1 - is_new)] = count
         return emitting
 
     def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
         """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
-        plan, (tier, num_drafted_for), next_tier = begun, self._last_choice, 0
+        plan, (draft_length, num_drafted_for), next_length = begun, self._last_choice, 0
         if budget is None:
-            self._last_choice = tier, 0
+            self._last_choice = draft_length, 0
         else:
-            next_tier = budget.limit - 1
+            next_length = budget.limit - 1
             self._last_choice = budget.settled, batch.emits.count(True)
-        next_drafts = self._next_drafts(batch, plan.max_accepted, next_tier)
+        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         # A step of chunks alone has no decodes, which are what the head delays.
@@ -167,7 +169,7 @@ class DraftRows(PlannedRows[StepPlan]):
         of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
         return replace(
             plan,
-            tier=tier,
+            draft_length=draft_length,
             num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
             next_drafts=next_drafts,
             left_out=self._places_left_out(batch, rests),
@@ -190,7 +192,9 @@ class DraftRows(PlannedRows[StepPlan]):
             return [0] * len(batch.rows)
         num_slots = self._options.num_draft_slots(tier)
         counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
-        return list(map(min, counts, map(self._most_drafts.__getitem__, batch.rows)))
+        mosts = map(self._most_drafts.__getitem__, batch.rows)
+        pairs = zip(counts, mosts, strict=True)
+        return [count if count < most else most for count, most in pairs]
 
     def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
         """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""
@@ -261,10 +265,9 @@ def plan_of_drafts(
 
 
 def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
-    emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
-    q_lens = [
-        num_prompt or 1 + count for num_prompt, count in zip(prompts, num_drafts, strict=True)
-    ]
-    fed = zip(prompts, q_lens, emits, strict=True)
-    num_read = [flag if num_prompt else q_len for num_prompt, q_len, flag in fed]
+    emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
+    num_read = q_lens.copy()
+    for place, num_prompt in enumerate(batch.num_prompt_tokens):
+        if num_prompt:
+            q_lens[place], num_read[place] = num_prompt, emits[place]
     return StepCounts(q_lens, num_read, emits, [True] * len(emits))

@@ -49,7 +49,7 @@ class AdaptiveController:
         return Budget(1 + steps, settled=steps)
 
     def observe(self, outcome: StepOutcome) -> None:
-        steps, num_reqs = outcome.plan.tier, outcome.plan.num_drafted_for
+        steps, num_reqs = outcome.plan.draft_length, outcome.plan.num_drafted_for
         if num_reqs is None:
             return
         correct = [0] * num_reqs

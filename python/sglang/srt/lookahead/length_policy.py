@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.round_options import LengthOptions
-from sglang.srt.lookahead.round_prices import RoundPrices, StepCases
+from sglang.srt.lookahead.round_prices import RoundPrices, StepCase
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import PriceTable
 
@@ -40,7 +40,7 @@ class PolicyParts:
     steps: PriceTable | None = None
     rounds: RoundPrices | None = None
     graph_size: Callable[[int], int] = same_size
-    feed_ms: Callable[[StepCases], float] | None = None
+    feed_ms: Callable[[StepCase], float] | None = None
 
 
 class LengthPolicy(Protocol):

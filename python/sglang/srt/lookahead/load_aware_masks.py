@@ -148,14 +148,10 @@ class LoadAwareMasks:
             self._budget.add(gained_ms - stakes.extra_ms)
         elif self._trial_loss_ms:
             self._trial_gain_ms += gained_ms
-            self._refund()
-
-    def _refund(self) -> None:
-        """Gives back what trials were charged once they have gained twice as much, so that the next
-        ones may follow at once. A smaller gain may be none, since prices are not exact."""
-        if self._trial_gain_ms >= 2 * self._trial_loss_ms:
-            self._budget.add(self._trial_loss_ms)
-            self._trial_loss_ms = self._trial_gain_ms = 0.0
+            # The next trials may then follow at once. Prices are not exact: less may be no gain.
+            if self._trial_gain_ms >= 2 * self._trial_loss_ms:
+                self._budget.add(self._trial_loss_ms)
+                self._trial_loss_ms = self._trial_gain_ms = 0.0
 
     def _of(self, kind: Kind) -> Survival:
         if kind not in self._survival:

@@ -171,7 +171,7 @@ class MaskRows(PlannedRows["int | None"]):
             wants_probs=not plan.counts.is_plain
             and any(self.thresholds[row] > 0 for row in batch.rows),
             accepts_unconfirmed=not all(plan.counts.emits_only_confirmed),
-            tier=0 if budget is None else limit,
+            draft_length=0 if budget is None else limit,
             budget=budget,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection
 
+from sglang.srt.lookahead.acceptance_estimate import Trials
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.load_aware_drafts import (
@@ -42,66 +43,32 @@ def class_of(match_len: int) -> int:
     return bisect.bisect_left(LONGEST_OF_CLASS, match_len)
 
 
-class _Counts:
-    """Drafts by place, of which WINDOW are remembered at each."""
+class _Chances:
+    """Chances of drafts after matches of one class, of which WINDOW are remembered at each place:
+    of a chain, that a draft is right if those before it are; of a tree, whose likeliest nodes come
+    first, that a node is right and all that it follows."""
 
-    def __init__(self, num_places: int) -> None:
-        self.tried = [0.0] * num_places
-        self.right = [0.0] * num_places
-
-    def add(self, place: int, is_right: bool) -> None:
-        self.tried[place] += 1.0
-        self.right[place] += is_right
-        if self.tried[place] > WINDOW:
-            self.right[place] *= WINDOW / self.tried[place]
-            self.tried[place] = WINDOW
-
-    def share(self, place: int, prior: float) -> float:
-        """Returns the share of right drafts at a place."""
-        return (self.right[place] + PRIOR_TRIALS * prior) / (self.tried[place] + PRIOR_TRIALS)
-
-
-class _ChainChances:
-    """Chances of drafts after matches of one class: that each is right if those before it are."""
-
-    def __init__(self, max_drafts: int, prior: float) -> None:
-        self._prior = prior
-        self._max_drafts = max_drafts
-        self.counts = _Counts(max_drafts)
+    def __init__(self, num_places: int, prior: float, has_trees: bool) -> None:
+        self._prior, self._has_trees = prior, has_trees
+        self.trials = [Trials() for _ in range(num_places)]
 
     def record(self, num_fed: int, places: Collection[int]) -> None:
         """Hears of a request how many drafts it fed, and at which places they were right."""
-        for place in range(min(num_fed, len(places) + 1)):
-            self.counts.add(place, place in places)
+        for place in range(num_fed if self._has_trees else min(num_fed, len(places) + 1)):
+            self.trials[place].add(1, place in places, WINDOW)
 
     def lengths(self) -> list[float]:
         """Tokens that a request is expected to be given with 0, 1, ... drafts. A place that was
-        seldom tried is taken to be like the one before it."""
-        chance, reached, found = self._prior, 1.0, [1.0]
-        for place in range(self._max_drafts):
-            chance = self.counts.share(place, chance)
-            reached *= chance
+        seldom tried is taken to be like the one before it: in a tree its chance is as small a part
+        of that of the node before it as the first node's is of 1."""
+        chance, reached, found, part = self._prior, 1.0, [1.0], 1.0
+        for place, trials in enumerate(self.trials):
+            chance = trials.chance(chance * part, PRIOR_TRIALS)
+            if self._has_trees:
+                reached, part = chance, chance if place == 0 else part
+            else:
+                reached *= chance
             found.append(found[-1] + reached)
-        return found
-
-
-class _NodeChances(_ChainChances):
-    """Chances of nodes of trees whose first branches follow matches of one class, the likeliest
-    node of each tree first: that each node is right, and all that it follows."""
-
-    def record(self, num_fed: int, places: Collection[int]) -> None:
-        """Hears of a request how many nodes it fed, and which of them were right."""
-        for place in range(num_fed):
-            self.counts.add(place, place in places)
-
-    def lengths(self) -> list[float]:
-        """See `_ChainChances`. Of a node that was seldom tried the chance is taken to be as small a
-        part of that of the node before it as the first node's is of 1."""
-        part = self.counts.share(0, self._prior)
-        chance, found = part, [1.0, 1.0 + part]
-        for place in range(1, self._max_drafts):
-            chance = self.counts.share(place, chance * part)
-            found.append(found[-1] + chance)
         return found
 
 
@@ -126,8 +93,8 @@ class MatchedDrafts:
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
-        kind = _NodeChances if options.has_trees else _ChainChances
-        self._chances = [kind(options.max_drafts, prior) for prior in PRIORS]
+        most, has_trees = options.max_drafts, options.has_trees
+        self._chances = [_Chances(most, prior, has_trees) for prior in PRIORS]
         self._allowance = TrialAllowance()
         self.settled = 0
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk
@@ -198,18 +200,13 @@ class Ladders:
         """Returns the rungs, ascending, one for each of `sizes`. A prompt's chunk is priced as
         wider than any decode: a chunk of a few rows may replay a graph of decodes, which costs no
         more."""
-        rungs = self._by_requests.get(num_reqs)
-        if rungs is None:
-            rungs = self._by_requests[num_reqs] = self._rungs(num_reqs)
-        return rungs
-
-    def _rungs(self, num_reqs: int) -> list[Rung]:
-        rungs, below, widest = [], 0, self.sizes[-1]
-        for size in self.sizes:
-            first, last = (self.prices.rows_ms(num_reqs, widest, n) for n in (below + 1, size))
-            rungs.append(Rung(below, size, first, last))
-            below = size
-        return rungs
+        if num_reqs not in self._by_requests:
+            row_ms = partial(self.prices.rows_ms, num_reqs, self.sizes[-1])
+            self._by_requests[num_reqs] = [
+                Rung(below, size, row_ms(below + 1), row_ms(size))
+                for below, size in pairwise([0, *self.sizes])
+            ]
+        return self._by_requests[num_reqs]
 
 
 class BoundedStep:
@@ -256,16 +253,8 @@ class BoundedStep:
         rungs = self._ladders.of(self._num_reqs + 1)
         others = self._num_rows + num_lookahead
         prices = self._ladders.prices
-        head_ms = prices.head.at(self._num_read + 1 + num_lookahead)
-        other_ms = self._attention_ms + head_ms
-        offer = _Offer(
-            position=position,
-            num_lookahead=num_lookahead,
-            others=others,
-            left_ms=max_ms - other_ms,
-            other_ms=other_ms,
-            prices=prices,
-        )
+        other_ms = self._attention_ms + prices.head.at(self._num_read + 1 + num_lookahead)
+        offer = _Offer(position, num_lookahead, others, max_ms - other_ms, other_ms, prices)
         top = bisect.bisect_left(self._ladders.sizes, others + most)
         for index in range(top, -1, -1):
             rung = rungs[index]
@@ -283,7 +272,7 @@ class BoundedStep:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Offer:
     """A prompt whose tokens a step may feed.
 
@@ -313,18 +302,12 @@ class _Offer:
         """Returns the most tokens with which the step is on this rung and costs no more than it
         may; 0 if it would always cost more."""
         high = min(rung.num_rows - self.others, most)
-        low = max(rung.below - self.others, 0) + 1
         if self.cost_ms(high, rung) <= self.left_ms:
             return high
-        if low > high or self.cost_ms(low, rung) > self.left_ms:
-            return 0
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.cost_ms(middle, rung) <= self.left_ms:
-                low = middle
-            else:
-                high = middle
-        return low
+        counts = range(max(rung.below - self.others, 0) + 1, high)
+        cost_ms = partial(self.cost_ms, rung=rung)
+        num_fitting = bisect.bisect_right(counts, self.left_ms, key=cost_ms)
+        return counts[num_fitting - 1] if num_fitting else 0
 
     def whole_tiles(self, rung: Rung, count: int) -> int:
         """Returns `count`, or fewer on the same rung so that the last tile of the step's rows is

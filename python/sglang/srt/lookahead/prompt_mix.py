@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from sglang.srt.lookahead.round_prices import StepCase, StepCases
+from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.worker import ScheduleBatch
 
@@ -21,7 +21,8 @@ def case_of(batch: ScheduleBatch) -> StepCase:
     """Returns what the decoding requests of a step do, beside its prompts."""
     lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, strict=True)
     decodes = [kv_len for kv_len, num_prompt in lens if not num_prompt]
-    return StepCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
+    rows = _rounded(sum(batch.num_prompt_tokens))
+    return StepCase(len(decodes), sum(decodes)).beside(rows)
 
 
 class Mean:
@@ -50,7 +51,7 @@ class PromptMix:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
+        self._most_rows = _rounded(max_rows)
         self._full, self._full_rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)
         self._prompts, self._rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)  # of other steps
         self._tokens = Mean(MEMORY_STEPS)  # of a step
@@ -74,7 +75,7 @@ class PromptMix:
         if outcome.plan.num_drafted_for is not None:
             self._tokens.add(outcome.num_tokens)
 
-    def cases(self, upcoming: UpcomingStep, pace: float) -> StepCases:
+    def cases(self, upcoming: UpcomingStep, pace: float) -> StepCase:
         """Returns what may share a step of these requests, if steps give each of them `pace`
         tokens (`lengths` of `best_tier`). Prompts come by chance, each alone, so their number is
         Poisson's; full steps come as often as they may."""
@@ -84,19 +85,18 @@ class PromptMix:
         full = min(self._full.value * growth, 1.0)
         expected = min(self._prompts.value * growth, float(num_reqs))
         if max(full, expected) < LEAST_PROMPTS:
-            return StepCases(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
+            return StepCase(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
         prompts = dict[int, float]()  # the chance of a number of rows
-        most, each, others = _rounded(self._max_rows), self._rows.value, 1.0 - full
+        most, each, others = self._most_rows, self._rows.value, 1.0 - full
         for chance, number in numbers:
-            rows = max(1, round(number * each / ROW_GRAIN)) * ROW_GRAIN if number * each else 0
-            rows = rows if rows < most else most
+            rows = min(_rounded(number * each), most)
             prompts[rows] = prompts.get(rows, 0.0) + others * chance
         if full:
             rows = min(_rounded(self._full_rows.value), most)
             prompts[rows] = prompts.get(rows, 0.0) + full
         found = tuple([(chance, rows) for rows, chance in prompts.items() if chance])
-        return StepCases(num_reqs, upcoming.kv_tokens, found, upcoming.num_plain)
+        return StepCase(num_reqs, upcoming.kv_tokens, found, upcoming.num_plain)
 
 
 _LOG_FACTORIALS = [math.lgamma(n + 1) for n in range(256)]

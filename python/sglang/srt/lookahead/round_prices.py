@@ -18,22 +18,8 @@ class StepCase(NamedTuple):
 
     Attributes:
         kv_tokens: tokens with KV of all of them, at most.
-        prompt_rows: rows of prompts that are fed in the same step.
+        prompts: rows of prompts that the step may feed too, each with its chance.
         num_plain: those of the requests that take no drafts.
-    """
-
-    num_reqs: int
-    kv_tokens: int = 0
-    prompt_rows: int = 0
-    num_plain: int = 0
-
-
-class StepCases(NamedTuple):
-    """A step of which it is not known what prompts it will feed.
-
-    Attributes:
-        num_reqs, kv_tokens, num_plain: see `StepCase`.
-        prompts: rows of prompts that it may feed, each with its chance.
     """
 
     num_reqs: int
@@ -41,11 +27,9 @@ class StepCases(NamedTuple):
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
     num_plain: int = 0
 
-    @property
-    def cases(self) -> list[tuple[float, StepCase]]:
-        """Returns the cases that may occur, each with its chance."""
-        alike = StepCase(self.num_reqs, self.kv_tokens, num_plain=self.num_plain)
-        return [(chance, alike._replace(prompt_rows=rows)) for chance, rows in self.prompts]
+    def beside(self, prompt_rows: int) -> StepCase:
+        """Returns the case that this many rows of prompts are fed for certain."""
+        return self._replace(prompts=((1.0, prompt_rows),))
 
 
 class RoundPrices(Protocol):
@@ -59,20 +43,20 @@ class RoundPrices(Protocol):
     @property
     def spread(self) -> float: ...
 
-    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         """Milliseconds of a round in which every request that takes drafts has `num_drafts`; 0: a
         plain step."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundCost:
-    """Milliseconds of a round without KV, and of each token of KV."""
+class LatencyByKV:
+    """Milliseconds without KV, and of each token of KV."""
 
     rows_ms: float
     kv_ms: float
 
-    def __add__(self, other: RoundCost) -> RoundCost:
-        return RoundCost(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
+    def __add__(self, other: LatencyByKV) -> LatencyByKV:
+        return LatencyByKV(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
 
     def at(self, kv_tokens: int) -> float:
         """Milliseconds with that many tokens of KV."""
@@ -80,7 +64,7 @@ class RoundCost:
 
 
 @dataclass(eq=False)
-class MeasuredRounds:
+class MeasuredRoundPrices:
     """Rounds over a target whose head runs in each step, and then drafts chains or trees.
 
     Attributes:
@@ -92,7 +76,8 @@ class MeasuredRounds:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
-        drafts_at_once: the rows of all draft steps are one pass, which reads KV once (P-EAGLE).
+        drafts_at_once: all draft steps are one pass, which reads KV once (P-EAGLE, DFlash).
+        num_free: drafts of a chain from the head's pass over the rows of the target.
     """
 
     target: PriceTable
@@ -101,6 +86,7 @@ class MeasuredRounds:
     max_requests: int | None = None
     can_rest: bool = False
     drafts_at_once: bool = False
+    num_free: int = 1
 
     def __post_init__(self) -> None:
         self.prompt_row_ms = self.target.least_row_ms
@@ -111,32 +97,26 @@ class MeasuredRounds:
     def spread(self) -> float:
         return self.target.spread
 
-    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         num_reqs, kv_tokens, prompts, num_plain = upcoming
         num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
         for chance, prompt_rows in prompts:
             cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+            whole_ms = cost.at(kv_tokens)
             if prompt_rows:
                 whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
             total_ms += chance * whole_ms
         return total_ms
 
-    def case_ms(self, case: StepCase, num_drafts: int) -> float:
-        """As `round_ms`, of a round of which all is known."""
-        prompts = ((1.0, case.prompt_rows),)
-        certain = StepCases(case.num_reqs, case.kv_tokens, prompts, case.num_plain)
-        return self.round_ms(certain, num_drafts)
-
-    def feed_ms(self, upcoming: StepCases) -> float:
+    def feed_ms(self, upcoming: StepCase) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
         num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._known_feed(num_fed, case.prompt_rows).at(case.kv_tokens)
-            for chance, case in upcoming.cases
+            chance * self._known_feed(num_fed, prompt_rows).at(upcoming.kv_tokens)
+            for chance, prompt_rows in upcoming.prompts
         )
 
-    def _feed(self, num_reqs: int, prompt_rows: int) -> RoundCost:
+    def _feed(self, num_reqs: int, prompt_rows: int) -> LatencyByKV:
         return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
 
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
@@ -152,13 +132,13 @@ class MeasuredRounds:
         num_rows: int,
         prompt_rows: int = 0,
         num_plain: int = 0,
-    ) -> RoundCost:
+    ) -> LatencyByKV:
         """Returns the measured cost of a round in which `num_rows` rows are verified, at most
         `num_drafts` drafts of a request, and each request is given as many drafts for the next one,
         but for `num_plain` that take none; beside `prompt_rows` rows of prompts, without their
         attention."""
         width, target = 1 + num_drafts, self.target
-        logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
+        logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
         if num_drafts == 0 and self.can_rest:
             return verifying
@@ -171,12 +151,12 @@ class MeasuredRounds:
 
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
-    ) -> RoundCost:
+    ) -> LatencyByKV:
         """A pass over `num_rows` rows, of a request `width` at most, beside rows of prompts,
         without logits."""
         kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
         rows = self.fed(num_reqs, width, num_rows, prompt_rows)
-        return RoundCost(prices.rows_ms(*rows), prices.attention_ms(kv_shape))
+        return LatencyByKV(prices.rows_ms(*rows), prices.attention_ms(kv_shape))
 
     def fed(
         self, num_reqs: int, width: int, num_rows: int, prompt_rows: int
@@ -191,18 +171,19 @@ class MeasuredRounds:
             count = min(count, max(num_reqs, self.max_requests))
         return count, max(width, prompt_rows), num_rows + prompt_rows
 
-    def _drafting(self, num_reqs: int, num_drafts: int) -> RoundCost:
+    def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
         """After the head's pass over the rows of the target. That of trees chooses the first beam,
         too."""
         head, tree = self.head, self.tree
         if num_drafts == 0:
-            return RoundCost(0.0, 0.0)
+            return LatencyByKV(0.0, 0.0)
         if tree is not None:
             kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
-            return RoundCost(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
-        first_ms, num_steps = head.extend.head.at(num_reqs), num_drafts - 1
+            return LatencyByKV(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
+        num_steps = num_drafts - self.num_free
+        first_ms = head.extend.head.at(num_reqs) if self.num_free else 0.0
         if num_steps == 0:
-            return RoundCost(first_ms, 0.0)
+            return LatencyByKV(first_ms, 0.0)
         num_passes = 1 if self.drafts_at_once else num_steps
         kv_ms = num_passes * head.extend.kv_ms + num_steps * head.extend.row_kv_ms
-        return RoundCost(first_ms + head.passes[num_steps].at(num_reqs), kv_ms)
+        return LatencyByKV(first_ms + head.passes[num_steps].at(num_reqs), kv_ms)

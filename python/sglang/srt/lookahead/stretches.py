@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang.srt.lookahead.acceptance_estimate import Trials
+
 # Drafts of each kind that are remembered of what runs now: MEMORY_STEPS for each request of a step,
 # LEAST_MEMORY at least; and of all that has run.
 MEMORY_STEPS, LEAST_MEMORY, PAST_MEMORY = 4.0, 32.0, 512.0
@@ -36,35 +38,12 @@ FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # every stretch ends
 
 
-class _Trials:
-    """Drafts tried and right, of which the oldest are forgotten."""
-
-    def __init__(self) -> None:
-        self.tried = self.right = 0.0
-
-    def add(self, tried: int, right: int, memory: float) -> None:
-        """Adds drafts of one step, and forgets all but `memory` drafts."""
-        self.tried += tried
-        self.right += right
-        if self.tried > memory:
-            self.scale(memory / self.tried)
-
-    def scale(self, share: float) -> None:
-        """Forgets all but a share."""
-        self.tried *= share
-        self.right *= share
-
-    def chance(self, prior: float, trials: float) -> float:
-        """Returns the share of right drafts, where the prior counts as so many drafts."""
-        return (self.right + trials * prior) / (self.tried + trials)
-
-
 class _Chance:
     """The chance that drafts of one kind are right now. Where little is known of now, it is that of
     the past."""
 
     def __init__(self) -> None:
-        self._now, self._past = _Trials(), _Trials()
+        self._now, self._past = Trials(), Trials()
 
     def add(self, tried: int, right: int, memory: float) -> None:
         """Adds drafts of one step."""

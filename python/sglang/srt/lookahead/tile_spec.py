@@ -27,7 +27,7 @@ from sglang.srt.lookahead.cut import (
     compute_optimal_k,
 )
 from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import MeasuredRounds, StepCase, StepCases
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import PriceTable, no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize
@@ -38,7 +38,7 @@ GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
-class RoundTables:
+class LatencyTables:
     """Tables of the cost of rounds by rows, for any number of requests and drafts, and beside any
     prompts.
 
@@ -47,7 +47,7 @@ class RoundTables:
         packs_in_graphs: packed steps replay graphs. If not, they are priced without.
     """
 
-    def __init__(self, rounds: MeasuredRounds, packs_in_graphs: bool) -> None:
+    def __init__(self, rounds: MeasuredRoundPrices, packs_in_graphs: bool) -> None:
         self._uniform = self._packed = rounds
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
@@ -60,9 +60,9 @@ class RoundTables:
         at least; the last bucket is the round that verifies all of them.
 
         Args:
-            case: of `StepCases.cases`.
+            case: whose rows of prompts are certain.
         """
-        prompt_rows = case.prompt_rows
+        [(_, prompt_rows)] = case.prompts
         found = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
         whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
         costs = (
@@ -98,7 +98,7 @@ class _Buckets(NamedTuple):
     """Buckets of a `LatencyTable`, as they were measured.
 
     Attributes:
-        rows_ms, kv_ms: [len(rows)]; see `RoundCost`.
+        rows_ms, kv_ms: [len(rows)]; see `LatencyByKV`.
     """
 
     rows: tuple[int, ...]
@@ -136,7 +136,7 @@ class TileSpec:
 
     def __init__(
         self,
-        tables: RoundTables,
+        tables: LatencyTables,
         fixed: float | None = None,
         has_trees: bool = False,
     ) -> None:
@@ -160,26 +160,28 @@ class TileSpec:
         """
         num_drafts = plan.num_drafts
         most = sum(num_drafts)
-        table = self.table(batch, num_drafts) if most else None
-        if table is None or (table.most_gain <= LEAST_GAIN and self._fixed is None):
+        if most == 0:
+            return plan
+        case, num_drafting = case_of(batch), len(num_drafts) - num_drafts.count(0)
+        case = case._replace(num_plain=case.num_reqs - num_drafting)
+        table = self._table(case, max(num_drafts))
+        if table.most_gain <= LEAST_GAIN and self._fixed is None:
             return plan
         plan = replace(plan, wants_scores=True, wants_paths=self._has_trees)
-        num_decodes = batch.num_prompt_tokens.count(0)
-        num_verified = most if is_probe else self.num_verified(table, num_drafts, num_decodes)
-        if num_verified < most:
-            spare = self._spare_rows(plan, most - num_verified)
-            num_verified = min(most, num_verified + spare)
-        return plan if num_verified == most else _packed(plan, most - num_verified)
-
-    def table(self, batch: ScheduleBatch, num_drafts: Sequence[int]) -> LatencyTable:
-        """Returns the costs of the step's round, beside the prompts that share it; some of R
-        `num_drafts` are not 0."""
-        case = case_of(batch)
-        num_drafting = len(num_drafts) - num_drafts.count(0)
-        return self._table(case._replace(num_plain=case.num_reqs - num_drafting), max(num_drafts))
+        if is_probe:
+            return plan
+        counts, num_cut = plan.counts, most - self.num_verified(table, num_drafts, case.num_reqs)
+        if num_cut:  # as far as padding would not take the rows
+            num_rows = counts.num_rows - num_cut
+            room = self._tables.room(len(counts.q_lens), max(counts.q_lens), num_rows)
+            num_cut = max(0, num_cut - (room - num_rows))
+        if num_cut == 0:
+            return plan
+        size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
+        return replace(plan, counts=replace(counts, packed=size))
 
     def _table(self, case: StepCase, num_drafts: int) -> LatencyTable:
-        """See `RoundTables.table`; within LOOK_STEPS KV changes little."""
+        """See `LatencyTables.table`; within LOOK_STEPS KV changes little."""
         key = case._replace(kv_tokens=0), num_drafts
         if key not in self._known:
             self._known[key] = self._tables.table(case, num_drafts)
@@ -199,7 +201,7 @@ class TileSpec:
     def gain(self, case: StepCase, num_drafts: int) -> float:
         """Returns the tokens per millisecond of rounds that verify the drafts that pay, of chains
         of `num_drafts`, divided by those of rounds that verify all; `case` as for
-        `RoundTables.table`."""
+        `LatencyTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
         count = (case.num_reqs - case.num_plain) * num_drafts
@@ -215,12 +217,6 @@ class TileSpec:
 
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
-
-    def _spare_rows(self, plan: StepPlan, num_cut: int) -> int:
-        """Rows that padding would take if that many drafts were cut."""
-        q_lens = plan.counts.q_lens
-        num_rows = sum(q_lens) - num_cut
-        return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
         """Learns from a step, cut or whole.
@@ -306,21 +302,14 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
 
 
-def _packed(plan: StepPlan, num_cut: int) -> StepPlan:
-    """The plan with fewer drafts; the device decides which."""
-    counts = plan.counts
-    size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
-    return replace(plan, counts=replace(counts, packed=size))
-
-
-class CutRounds:
+class CutRoundPrices:
     """Prices rounds that `TileSpec` cuts, for policies that choose how many drafts there are.
 
     A policy divides the tokens of a whole round by its price. A cut round gives fewer tokens in
     less time, so its price is that of the whole round divided by what cutting gains in tokens per
     millisecond."""
 
-    def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
+    def __init__(self, rounds: MeasuredRoundPrices, tile_spec: TileSpec) -> None:
         self._rounds = rounds
         self._tile_spec = tile_spec
         self._gains: dict[tuple[StepCase, int], float] = {}  # by case, KV aside, and drafts
@@ -330,15 +319,16 @@ class CutRounds:
     def spread(self) -> float:
         return self._rounds.spread
 
-    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
-        return sum(
-            chance * self._rounds.case_ms(case, num_drafts) / self._gain(case, num_drafts)
-            for chance, case in upcoming.cases
-        )
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
+        total_ms = 0.0
+        for chance, rows in upcoming.prompts:
+            whole_ms = self._rounds.round_ms(upcoming.beside(rows), num_drafts)
+            # A few rows of prompts more change the gain little, and it takes long to compute.
+            some = upcoming.beside(-(-rows // GAIN_GRAIN) * GAIN_GRAIN)
+            total_ms += chance * whole_ms / self._gain(some, num_drafts)
+        return total_ms
 
     def _gain(self, case: StepCase, num_drafts: int) -> float:
-        # A few rows of prompts more change it little, and it takes long to compute.
-        case = case._replace(prompt_rows=-(-case.prompt_rows // GAIN_GRAIN) * GAIN_GRAIN)
         key, period = (case._replace(kv_tokens=0), num_drafts), self._tile_spec.gain_period
         if period != self._period:
             self._gains, self._period = {}, period

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class EmittingRequest(NamedTuple):
         return length, pending + length - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpcomingStep:
     """A step before its lengths are chosen.
 
@@ -89,8 +90,8 @@ class UpcomingStep:
         kv_tokens = sum(compress(kv_lens, emits))
         prompt_rows, longest, prompts = sum(num_prompts), 0, list[PromptChunk]()
         if prompt_rows:
-            fed = zip(kv_lens, num_prompts, strict=True)
-            prompts = [PromptChunk(*each) for each in fed if each[1]]
+            fed = compress(kv_lens, num_prompts), compress(num_prompts, num_prompts)
+            prompts = list(map(PromptChunk, *fed))
             kv_tokens += sum(compress(num_prompts, emits))
             longest = max(num_prompts)
         return cls(
@@ -105,17 +106,17 @@ class UpcomingStep:
             is_fed=is_fed,
         )
 
-    @property
+    @cached_property
     def num_reqs(self) -> int:
         """Returns how many requests emit."""
         return sum(self.emitting.values())
 
-    @property
+    @cached_property
     def num_plain(self) -> int:
         """Returns how many of them do not look ahead."""
-        return sum(count for request, count in self.emitting.items() if request.k == 1)
+        return sum([count for request, count in self.emitting.items() if request.k == 1])
 
-    @property
+    @cached_property
     def num_new(self) -> int:
         """Returns how many of them have just fed the end of their prompts."""
         return sum([count for request, count in self.emitting.items() if request.pending == 0])

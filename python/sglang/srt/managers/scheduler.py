@@ -261,7 +261,7 @@ class Scheduler:
             step.rows,
             result.accept_lens,
             result.num_drafts,
-            tier=result.tier,
+            tier=result.draft_length,
             makers=result.makers,
             had_ended=had_ended,
             num_generated=self.processor.num_generated,

@@ -31,9 +31,9 @@ SlotState = Literal["cached", "free", "missing"]
 NUM_SAMPLE_SLOTS = 16  # of a report
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestKV:
-    """KV of one running request. Changed only by the ledger.
+    """KV of one running request, equal to itself alone. Changed only by the ledger.
 
     Attributes:
         pages: int64, in token order.

@@ -61,10 +61,9 @@ def measure_draft_prices(
     for shape in shapes:
         name = f"passes of {_words(shape)}"
         passes[shape] = shortest(meter.times_of(sizes, passes_of(shape), CPU_PASSES_S, name))
-    measured_s = clock() - start
     logger.info(
         "Measured prices of a draft model, with passes of %s, in %.1f s.",
         " and ".join(map(_words, shapes)) or "no draft steps",
-        measured_s,
+        clock() - start,
     )
-    return DraftPrices(extend, passes, measured_s)
+    return DraftPrices(extend, passes)

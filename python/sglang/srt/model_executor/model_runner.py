@@ -15,7 +15,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput,
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
-from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, MaskPass
+from sglang.srt.model_executor.draft_passes import BlockPass, DraftPass, Drafts, MaskPass
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftTreePass
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
@@ -31,6 +31,7 @@ from sglang.srt.step.step_ops import StepOps
 logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
+MAX_FOLDED_HEADS = 64  # query heads of a KV head, of rows that attention is given as one
 READ_ROWS = (1, 2, 16, 17, 32, 33, 64)  # whose logits take kernels of their own
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
@@ -104,8 +105,13 @@ class ModelRunner:
         )
         self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]
+        group = 2 * num_heads // self.kv_pool.kv[0].shape[1]
         self._layers = LayerRuntime(
-            load(self.operations.layers)(self.device), attention, self.kv_pool, ranks
+            load(self.operations.layers)(self.device),
+            attention,
+            self.kv_pool,
+            ranks,
+            max(1, MAX_FOLDED_HEADS // group) if config.capabilities.folds_rows else 1,
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
         self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None
@@ -387,14 +393,15 @@ class ModelRunner:
 
     def _draft_pass(
         self, shape: DraftShape, forward: Callable[[ForwardBatch], torch.Tensor]
-    ) -> DraftPass | MaskPass | DraftTreePass:
+    ) -> DraftPass | MaskPass | BlockPass | DraftTreePass:
         model = self.model
         parts = self._layers, self.req_to_token_pool.req_to_token, forward
         if isinstance(shape, TreeShape):
             assert isinstance(model, DraftHead), "Heads alone draft trees."
             return DraftTreePass(model, *parts, shape, load(self.operations.trees))
         if isinstance(model, DraftHead) and model.mask_token_id is not None:
-            return MaskPass(model, *parts, shape)
+            kind = MaskPass if model.block_size is None else BlockPass
+            return kind(model, *parts, shape)
         return DraftPass(model, *parts, shape)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

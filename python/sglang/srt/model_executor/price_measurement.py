@@ -107,7 +107,13 @@ class PriceMeter:
         eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S, "steps")
         head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
-        prices = PriceTable(
+        logger.info(
+            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
+            len(graphs_ms),
+            len(eager) + len(head),
+            self._clock() - start,
+        )
+        return PriceTable(
             find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
             eager=self._without_attention(shortest(eager), prompt_kv_ms),
@@ -117,14 +123,6 @@ class PriceMeter:
             prompt_kv_ms=prompt_kv_ms,
             spread=self._spread(),
         )
-        prices = replace(prices, measured_s=self._clock() - start)
-        logger.info(
-            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
-            len(graphs_ms),
-            len(eager) + len(head),
-            prices.measured_s,
-        )
-        return prices
 
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:
@@ -211,22 +209,21 @@ class PriceMeter:
         slots = torch.arange(count * length, device=self._device) + self._runner.kv_pool.page_size
         self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
         try:
-            narrow = self._kv_slope(count, length, 1)
+            narrow = self._kv_slope([1] * count, length, KV_REPEATS)
             if self._max_width == 1:
                 return max(narrow, 0.0), 0.0
-            wide = self._kv_slope(count, length, self._max_width)
+            wide = self._kv_slope([self._max_width] * count, length, KV_REPEATS)
         finally:
             self._table[:count, :length] = 0
         per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
         return max(0.0, narrow - per_row), per_row
 
-    def _kv_slope(self, count: int, length: int, width: int) -> float:
-        """Returns the milliseconds per token of KV of each request."""
-        costs = []
-        for kv_len in (0, length):
-            launch = self._launch([width] * count, kv_len)
-            costs.append(min(self._times_ms(launch, KV_REPEATS)))
-        return (costs[1] - costs[0]) / (count * length)
+    def _kv_slope(self, q_lens: list[int], length: int, repeats: int) -> float:
+        """Returns the milliseconds per token of KV, of `length` before each request."""
+        without, with_kv = (
+            min(self._times_ms(self._launch(q_lens, kv_len), repeats)) for kv_len in (0, length)
+        )
+        return (with_kv - without) / (len(q_lens) * length)
 
     def _prompt_attention(self) -> Curve:
         """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before
@@ -248,29 +245,18 @@ class PriceMeter:
         )
         self._table[0, :length] = (slots + page_size).to(self._table.dtype)
         try:
-            costs = [self._chunk_kv_ms(size, length, repeats) for size in sizes]
+            costs = [max(0.0, self._kv_slope([size], length, repeats)) for size in sizes]
         finally:
             self._table[0, :length] = 0
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
-    def _chunk_kv_ms(self, num_rows: int, length: int, repeats: int) -> float:
-        """Milliseconds of each token before a chunk of that many rows."""
-        without, with_kv = (
-            min(self._times_ms(self._launch([num_rows], kv_len), repeats)) for kv_len in (0, length)
-        )
-        return max(0.0, (with_kv - without) / length)
-
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
         """Returns the curve without the attention of its rows to each other, which is priced apart;
         for requests of fewer rows than were measured that is next to nothing."""
-        costs = []
+        costs, least = [], prompt_kv_ms.sizes[0]
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
-            chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows)]
-            seen_ms = sum(
-                chunk_ms(prompt_kv_ms, chunk)
-                for chunk in chunks
-                if chunk.num_rows >= prompt_kv_ms.sizes[0]
-            )
+            chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows) if q_len >= least]
+            seen_ms = sum(chunk_ms(prompt_kv_ms, chunk) for chunk in chunks)
             costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
 
@@ -357,15 +343,13 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
     if keys is None:
         return no_graphs
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
-    if not keys.have_trees:
-        if runner.config.captures_trees:  # if the backend cannot, such steps replay no graph
-
-            def find_one_row(num_reqs: int, widest: int, num_rows: int) -> GraphKey | None:
-                return find(num_reqs, widest, num_rows) if widest == 1 else None
-
-            return find_one_row
-        return find
-    return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
+    if keys.have_trees:
+        return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
+    if runner.config.captures_trees:  # its backend cannot, so such steps replay no graph
+        return lambda num_reqs, widest, num_rows: (
+            find(num_reqs, widest, num_rows) if widest == 1 else None
+        )
+    return find
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:

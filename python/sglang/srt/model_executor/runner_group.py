@@ -117,7 +117,7 @@ def _put_together(
 ) -> RunnerGroup:
     """Makes runners of models over one memory."""
     for model in models[1:]:
-        model.attach(models[0])
+        model.attach(models[0], ranks)
     memory = make_memory(config, models, ranks)
     runners = [ModelRunner(model, memory, index, ranks) for index, model in enumerate(models)]
     return RunnerGroup(runners, ranks)

@@ -122,8 +122,9 @@ class RankedWeights(ModelWeights):
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """The whole of a weight, which no step reads; None if there is no such weight."""
-        if self._own.cut_of(name) is None:
-            return self._own.value_of(name)
+        part = self._own.value_of(name)
+        if part is None or self._own.cut_of(name) is None:
+            return part
         self._call(JOIN, name)
         return self._joined(name)
 

@@ -9,8 +9,6 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
 
-WITH_RANKS = (None, "NGRAM")  # values of --speculative-algorithm
-
 
 def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
     """Looks whether --tp-size ranks can hold the model, and do what other flags ask for.
@@ -30,12 +28,6 @@ def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
         raise ConfigError(
             f"--tp-size {args.tp_size} does not divide the model's {' and '.join(wrong)}; each rank"
             f" gets the same number. Ranks may be {_ranks_of(sizes.values())}."
-        )
-    algorithm = args.speculative_algorithm
-    if algorithm not in WITH_RANKS:
-        raise ConfigError(
-            f"--tp-size {args.tp_size} with --speculative-algorithm {algorithm} is not built yet;"
-            " start without one of them, or use NGRAM."
         )
 
 

@@ -66,7 +66,7 @@ class DrafterNeeds:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
         num_steps: initial draft depth, reported to clients (`speculative_num_steps`); 0 if it
-            varies. `StepPlan.tier` is the present one.
+            varies. `StepPlan.draft_length` is the present one.
         tiers: all numbers that it may become, for people to know.
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
             steps write after the rows that the target keeps (`speculative/draft_steps.py`).

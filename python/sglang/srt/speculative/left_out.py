@@ -14,7 +14,6 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_memory import KVMemory
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.step_parts import part_of
 from sglang.srt.step.request_rows import RequestRows
@@ -31,8 +30,12 @@ class LeftOutTokens:
     def __init__(self, memory: KVMemory, state: RequestRows) -> None:
         self._table = memory.table.req_to_token
         self._state = state
-        tracked = [pool for pool in memory.pools if pool.kv_starts is not None]
-        self._marks = [_Marks(pool) for pool in tracked]
+        # Of each pool `kv_starts`, and `left_out` as [slots] bool.
+        self._marks = [
+            (pool.kv_starts, pool.left_out[:, 0])
+            for pool in memory.pools
+            if pool.kv_starts is not None and pool.left_out is not None
+        ]
         self._any_marked = False
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
@@ -40,12 +43,12 @@ class LeftOutTokens:
         are fed again (`StepPlan.fed_again`) see the KV of what they are fed from now on."""
         if self._any_marked and batch.new_rows:
             new = self._on_device([new.row for new in batch.new_rows])
-            for each in self._marks:  # not `starts[new] = 0`, for which torch 2.11 waits
-                each.starts.index_fill_(0, new, 0)
+            for starts, _ in self._marks:  # not `starts[new] = 0`, for which torch 2.11 waits
+                starts.index_fill_(0, new, 0)
         if plan.fed_again:
             rows = self._on_device(plan.fed_again)
-            for each in self._marks:
-                each.starts[rows] = self._state.committed[rows]
+            for starts, _ in self._marks:
+                starts[rows] = self._state.committed[rows]
 
     def fed(self, step: ComputedStep) -> ComputedStep | None:
         """Returns the part of a step that the drafter is fed; None: nothing. Called in the capture
@@ -53,14 +56,14 @@ class LeftOutTokens:
         plan, num_reqs = step.plan, len(step.batch.rows)
         if plan.left_out:
             self._any_marked = bool(self._marks)
-            for each in self._marks:
-                each.of_slots.index_fill_(0, step.inputs.slots, True)
+            for _, is_left_out in self._marks:
+                is_left_out.index_fill_(0, step.inputs.slots, True)
             if plan.rests:
                 return None
             out = set(plan.left_out)
             step = part_of(step, [place for place in range(num_reqs) if place not in out])
-        for each in self._marks:
-            each.of_slots.index_fill_(0, step.inputs.slots, False)
+        for _, is_left_out in self._marks:
+            is_left_out.index_fill_(0, step.inputs.slots, False)
         if self._any_marked:
             self._hide_prefixes(step)
         return step
@@ -72,18 +75,8 @@ class LeftOutTokens:
                 continue
             slots = self._table[new.row, : new.num_committed].to(torch.int64)
             ends = torch.arange(1, new.num_committed + 1, device=slots.device)
-            for each in self._marks:
-                each.starts[new.row] = (ends * each.of_slots[slots]).amax()
+            for starts, is_left_out in self._marks:
+                starts[new.row] = (ends * is_left_out[slots]).amax()
 
     def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
         return to_device(rows, self._table.device, torch.int64)
-
-
-class _Marks:
-    """The marks of a pool: `MHATokenToKVPool.kv_starts`, and `left_out` as [slots] bool."""
-
-    def __init__(self, pool: MHATokenToKVPool) -> None:
-        assert pool.kv_starts is not None, "The model is fed every token."
-        assert pool.left_out is not None, "The model is fed every token."
-        self.starts = pool.kv_starts
-        self.of_slots = pool.left_out[:, 0]

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.round_prices import MeasuredRounds
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import load
 from sglang.srt.speculative.drafter import (
@@ -104,7 +104,7 @@ class NgramDrafter(Drafter):
         rounds, prices = parts.options.rounds, None
         if rounds.needs_prices and parts.prices is not None:
             free, num_rows = _free_drafts(rounds.num_steps), parts.runners.memory.table.num_rows
-            prices = MeasuredRounds(parts.prices, free, max_requests=num_rows)
+            prices = MeasuredRoundPrices(parts.prices, free, max_requests=num_rows)
         return PlannedDrafter(planner_of_rounds(rounds, parts, prices), cls(parts))
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:

@@ -9,23 +9,20 @@ from sglang.srt.lookahead.draft_rows import DraftRows, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts, same_size
 from sglang.srt.lookahead.planner import LookaheadPlanner
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRounds, RoundPrices
-from sglang.srt.lookahead.tile_spec import CutRounds, RoundTables, TileSpec
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
+from sglang.srt.lookahead.tile_spec import CutRoundPrices, LatencyTables, TileSpec
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 
 
-def measured_rounds(
-    parts: DrafterParts, may_rest: bool = False, drafts_at_once: bool = False
-) -> MeasuredRounds | None:
+def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoundPrices | None:
     """Returns prices of rounds, of which those of the drafter's model are measured here or taken
     from the cache; the drafter's options have `rounds`. None where nothing goes by them.
 
     Args:
         may_rest: that model is left out of steps where no drafts pay, if it can be.
-        drafts_at_once: see `MeasuredRounds`.
     """
     rounds: RoundOptions = parts.options.rounds
     target_prices = parts.prices
@@ -39,13 +36,14 @@ def measured_rounds(
     else:
         profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
         prices = profiler.head(head, target_prices, measure)
-    return MeasuredRounds(
+    return MeasuredRoundPrices(
         target_prices,
         prices,
         tree=rounds.tree,
         max_requests=num_rows,
         can_rest=may_rest and head.config.may_rest,
-        drafts_at_once=drafts_at_once,
+        drafts_at_once=head.model.mask_token_id is not None,
+        num_free=1 if rounds.block_size is None else 0,
     )
 
 
@@ -69,7 +67,7 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
 
 
 def planner_of_rounds(
-    options: RoundOptions, parts: DrafterParts, prices: MeasuredRounds | None
+    options: RoundOptions, parts: DrafterParts, prices: MeasuredRoundPrices | None
 ) -> LookaheadPlanner[StepPlan]:
     """
     Args:
@@ -80,9 +78,9 @@ def planner_of_rounds(
     policy_prices: RoundPrices | None = prices
     if options.tile_spec_cache is not None:
         assert prices is not None, "Rows go by prices, and none were measured."
-        tables = RoundTables(prices, target.config.capabilities.reads_q_starts)
+        tables = LatencyTables(prices, target.config.capabilities.reads_q_starts)
         tile_spec = TileSpec(tables, options.tile_spec_drafts, options.has_trees)
-        policy_prices = CutRounds(prices, tile_spec)
+        policy_prices = CutRoundPrices(prices, tile_spec)
     policy = options.policy(
         PolicyParts(
             options=options.tier_options,

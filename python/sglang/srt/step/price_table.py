@@ -115,7 +115,6 @@ class PriceTable:
         prompt_kv_ms: cost per token that a prompt's chunk sees, by the chunk's rows; not falling.
             Rows share the KV that they read, and small chunks underuse a GPU.
         spread: typical deviation of one measurement from another, as a share.
-        measured_s: seconds that measuring took; 0 of prices that were not measured.
     """
 
     find: FindGraph
@@ -126,7 +125,6 @@ class PriceTable:
     row_kv_ms: float = 0.0
     prompt_kv_ms: Curve = FREE
     spread: float = 0.0
-    measured_s: float = 0.0
 
     def replays(self, step: StepShape) -> bool:
         """Tells whether a step replays a graph."""
@@ -177,9 +175,7 @@ class DraftPrices:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
         passes: for each number of draft steps, or shape of trees, the time of a pass by requests,
             with next to no KV.
-        measured_s: seconds that measuring took, of all; 0 of prices that were not measured.
     """
 
     extend: PriceTable
     passes: Mapping[Any, Curve]
-    measured_s: float = 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -110,6 +110,10 @@ class BatchRequest(NamedTuple):
     kv_len_before: int = 0
 
 
+# The numbers of several requests, in the order of `BatchRequest`.
+Columns = tuple[list[int], list[int], list[int], list[bool], list[int]]
+
+
 @dataclass(frozen=True)
 class ScheduleBatch:
     """One step of R requests, as the scheduler asks for it. Never changed after it is built.
@@ -145,24 +149,29 @@ class ScheduleBatch:
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
     @cached_property
+    def _columns(self) -> Columns:
+        columns = [list(column) for column in zip(*self.requests, strict=True)]
+        return cast(Columns, columns or [[] for _ in BatchRequest._fields])
+
+    @property
     def rows(self) -> list[int]:
-        return [request.row for request in self.requests]
+        return self._columns[0]
 
-    @cached_property
+    @property
     def max_q_lens(self) -> list[int]:
-        return [request.max_q_len for request in self.requests]
+        return self._columns[1]
 
-    @cached_property
+    @property
     def num_prompt_tokens(self) -> list[int]:
-        return [request.num_prompt_tokens for request in self.requests]
+        return self._columns[2]
 
-    @cached_property
+    @property
     def emits(self) -> list[bool]:
-        return [request.emits for request in self.requests]
+        return self._columns[3]
 
-    @cached_property
+    @property
     def kv_lens_before(self) -> list[int]:
-        return [request.kv_len_before for request in self.requests]
+        return self._columns[4]
 
     @property
     def scores_emitted(self) -> bool:
@@ -189,7 +198,7 @@ class HostResult:
     Attributes:
         hidden_states: see `GenerationBatchResult`.
         num_drafts: R counts of drafts that were fed; empty where there were none.
-        tier: see `GenerationBatchResult`.
+        draft_length: see `GenerationBatchResult`.
         paths: R lists of M nodes, see `GenerationBatchResult`; empty where not asked for.
         makers: R names of drafters, see `GenerationBatchResult`; empty where there is one.
         record: see `GenerationBatchResult`.
@@ -202,7 +211,7 @@ class HostResult:
     prompt_logprobs: HostLogprobs | None = None
     hidden_states: torch.Tensor | None = None
     num_drafts: list[int] = field(default_factory=list)
-    tier: int = 0
+    draft_length: int = 0
     paths: list[list[int]] = field(default_factory=list)
     makers: list[str] = field(default_factory=list)
     record: object = None
@@ -223,7 +232,7 @@ class GenerationBatchResult:
             hidden_size], those layers' inputs and the last hidden state, in the model's type.
         num_drafts: [R] int64; drafts fed, of which accept_lens[i] - 1 were confirmed in requests
             that emit only what is confirmed; None: there were none.
-        tier: how far the drafter looked ahead, by its own count (`StepPlan.tier`).
+        draft_length: how far the drafter looked ahead, by its own count (`StepPlan.draft_length`).
         paths: [R, M] int32; of each accepted token the node of its request's tree that it follows,
             0 is the certain token; the first accept_lens[i] of row i mean something. None: none
             asked for them (`StepPlan.wants_paths`).
@@ -240,7 +249,7 @@ class GenerationBatchResult:
     prompt_logprobs: LogprobTensors | None = None
     hidden_states: torch.Tensor | None = None
     num_drafts: torch.Tensor | None = None
-    tier: int = 0
+    draft_length: int = 0
     paths: torch.Tensor | None = None
     makers: DraftMakers | None = None
     record: object = None
@@ -296,7 +305,7 @@ class GenerationBatchResult:
             prompt_logprobs=HostLogprobs.of(prompts),
             hidden_states=hidden[0] if hidden else None,
             num_drafts=drafts[0].tolist() if drafts else [],
-            tier=self.tier,
+            draft_length=self.draft_length,
             paths=paths[0].tolist() if paths else [],
             makers=self._names(makers),
             record=self.record,

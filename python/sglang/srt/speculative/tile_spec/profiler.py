@@ -33,7 +33,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, FindGraph, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ TIMED_FIELDS = (
 Size = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 StepPrice = Annotated[float, msgspec.Meta(gt=0, le=1e7)]  # a step takes time
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 Prices = Annotated[list[tuple[Size, Price]], msgspec.Meta(min_length=1)]
 StepPrices = Annotated[list[tuple[Size, StepPrice]], msgspec.Meta(min_length=1)]
 
@@ -84,7 +83,6 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
     row_kv_ms: Price
     prompt_kv_ms: Prices
     spread: Price
-    measured_s: Seconds
 
     @classmethod
     def of(cls, prices: PriceTable) -> KeptTable:
@@ -96,21 +94,6 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             row_kv_ms=prices.row_kv_ms,
             prompt_kv_ms=_pairs(prices.prompt_kv_ms),
             spread=prices.spread,
-            measured_s=prices.measured_s,
-        )
-
-    def table(self, find: FindGraph) -> PriceTable:
-        """The prices, with their graphs found by `find`."""
-        return PriceTable(
-            find=find,
-            graphs_ms=dict(self.graphs_ms),
-            eager=_curve(self.eager),
-            head=_curve(self.head),
-            kv_ms=self.kv_ms,
-            row_kv_ms=self.row_kv_ms,
-            prompt_kv_ms=_curve(self.prompt_kv_ms),
-            spread=self.spread,
-            measured_s=self.measured_s,
         )
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
@@ -118,7 +101,16 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
         keys = priced_graphs(runner, runner.config.max_decode_rows)
         if Counter(keys) != Counter(key for key, _ in self.graphs_ms):
             raise ProfileError("measured with another set of graphs")
-        return self.table(graph_finder(runner))
+        return PriceTable(
+            find=graph_finder(runner),
+            graphs_ms=dict(self.graphs_ms),
+            eager=_curve(self.eager),
+            head=_curve(self.head),
+            kv_ms=self.kv_ms,
+            row_kv_ms=self.row_kv_ms,
+            prompt_kv_ms=_curve(self.prompt_kv_ms),
+            spread=self.spread,
+        )
 
 
 class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,23 +118,18 @@ class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
 
     extend: KeptTable
     passes: list[tuple[int | TreeShape, Prices]]
-    measured_s: Seconds
 
     @classmethod
     def of(cls, prices: DraftPrices) -> KeptDrafts:
         passes = [(shape, _pairs(curve)) for shape, curve in prices.passes.items()]
-        return cls(KeptTable.of(prices.extend), passes, prices.measured_s)
-
-    def draft_prices(self, extend: PriceTable) -> DraftPrices:
-        """The prices, with those of the head's steps as `extend` has them."""
-        passes = {shape: _curve(pairs) for shape, pairs in self.passes}
-        return DraftPrices(extend, passes, self.measured_s)
+        return cls(KeptTable.of(prices.extend), passes)
 
     def prices_of(self, runner: ModelRunner) -> DraftPrices:
         """The prices of exactly the draft steps that a runner has."""
         if Counter(shape for shape, _ in self.passes) != Counter([*runner.config.draft_steps]):
             raise ProfileError("its prices are damaged")
-        return self.draft_prices(self.extend.table_of(runner))
+        passes = {shape: _curve(pairs) for shape, pairs in self.passes}
+        return DraftPrices(self.extend.table_of(runner), passes)
 
 
 class Kept(msgspec.Struct, Generic[T]):
@@ -164,7 +151,7 @@ class Profile(msgspec.Struct):
 
     target: Kept[KeptTable]
     head: Kept[KeptDrafts]
-    format: Literal[4] = 4
+    format: Literal[5] = 5
 
 
 def _pairs(curve: Curve) -> list[tuple[int, float]]:
@@ -242,23 +229,12 @@ class TileSpecProfiler:
             )
 
 
-def cheapest_graphs(prices: PriceTable) -> dict[int, float]:
-    """Milliseconds of the cheapest graph of each number of rows, ascending."""
-    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
-    by_rows = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
-    return dict(sorted(by_rows.items()))
-
-
-def latency_of(prices: PriceTable) -> PiecewiseLinearLatency:
-    """Returns the latency by number of rows: that of the cheapest graph, or of larger steps."""
-    eager = dict(_pairs(prices.eager))
-    by_rows = sorted((eager | cheapest_graphs(prices)).items())
-    return PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True))
-
-
 def cliffs(prices: PriceTable) -> list[int]:
-    """Numbers of rows after which steps take far longer."""
-    return list(latency_of(prices).ends[:-1])
+    """Returns numbers of rows after which the cheapest graph, or larger steps, take far longer."""
+    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
+    graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
+    by_rows = sorted((dict(_pairs(prices.eager)) | graphs).items())
+    return list(PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True)).ends[:-1])
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:

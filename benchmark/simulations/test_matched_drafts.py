@@ -1,4 +1,7 @@
-"""The tier policy of NGRAM in simulated decoding: text that begins and ceases to repeat itself."""
+"""Speed of NGRAM's policy, simulated: text that begins and ceases to repeat itself.
+
+python -m pytest benchmark/simulations
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,9 @@ import pytest
 from policy_steps import plan_of
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.matched_drafts import (
-    LONGEST_OF_CLASS,
-    NUM_CLASSES,
-    PRIORS,
-    MatchedDrafts,
-    class_of,
-)
+from sglang.srt.lookahead.matched_drafts import MatchedDrafts, class_of
 from sglang.srt.lookahead.round_options import LengthOptions
-from sglang.srt.lookahead.round_prices import StepCases
+from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
@@ -57,7 +54,7 @@ class Prices:
     per_round: float = 0.02
     spread: float = 0.002
 
-    def round_ms(self, upcoming: StepCases, num_drafts: int) -> float:
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         rows = num_drafts * upcoming.num_reqs
         return PLAIN_MS * (1 + (self.per_round + self.per_row * rows if num_drafts else 0.0))
 
@@ -79,7 +76,7 @@ class Decoding:
 
     def run(self, num_steps: int, repeats: bool) -> float:
         """Speed of so many steps of text that repeats itself, or does not."""
-        ms, num_tokens, upcoming = 0.0, 0, StepCases(self.num_reqs)
+        ms, num_tokens, upcoming = 0.0, 0, StepCase(self.num_reqs)
         for _ in range(num_steps):
             kinds = Counter(EmittingRequest(kind_of(each), 1 + MAX_DRAFTS) for each in self.lens[0])
             next_tier = self.policy.choose(UpcomingStep(kinds)).limit - 1
@@ -152,7 +149,6 @@ def decoding(per_row: float, num_reqs: int, has_trees: bool = False) -> Decoding
 BOTH = pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
 
 
-@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("num_reqs", [1, 8, 32])
 @pytest.mark.parametrize("per_row", [0.003, 0.01, 0.03])
@@ -197,10 +193,3 @@ def test_where_rows_are_dear_nothing_is_drafted(has_trees: bool) -> None:
     requests = decoding(1.0, 4, has_trees)
     requests.run(100, repeats=True)
     assert requests.tier == 0
-
-
-def test_each_length_has_a_class() -> None:
-    classes = [class_of(length) for length in range(20)]
-    assert classes[: LONGEST_OF_CLASS[-1] + 2] == [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]
-    assert set(classes) == set(range(NUM_CLASSES))
-    assert len(PRIORS) == NUM_CLASSES

@@ -1,0 +1,458 @@
+"""Steps by slot: the rule against its words, the rule as a server's policy, which graphs its tiers
+have, and every mistake of a configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from code_shape import HEAVY_MODULES, ROOT, modules_that_load
+from policy_steps import drafting_step, plan_of
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.lookahead.adaptive_config import (
+    MAX_CONFIG_BYTES,
+    PRESETS,
+    AdaptiveConfig,
+    AdaptiveConfigError,
+    AdaptiveSlot,
+    parse_adaptive_config,
+    read_adaptive_config,
+)
+from sglang.srt.lookahead.ema import AdaptiveSpeculativeParams, next_steps
+from sglang.srt.lookahead.ema_policy import AdaptiveController
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, LengthOptions, runtime_states
+from sglang.srt.lookahead.upcoming_step import StepOutcome
+from sglang.srt.model_executor.graph_keys import GraphKeys
+from simulated_rounds import LAG
+
+MAX_REQUESTS = 200
+HIDDEN = 32
+
+
+def drawn_slot(luck: random.Random) -> dict[str, Any]:
+    """A slot of a file. All numbers are exact in binary, so that fractions and floats agree."""
+    return {
+        "candidate_steps": luck.sample(range(9), luck.randint(1, 5)),
+        "up_hysteresis": luck.randint(-8, 8) / 8,
+        "down_hysteresis": luck.randint(-8, 8) / 8,
+        "ceiling_coeff": luck.choice([0.0, 0.0, 0.25, 1.0, 1.5, 3.0]),
+        "ema_alpha": luck.choice([0.25, 0.5, 1.0]),
+        "warmup_batches": luck.randint(0, 4),
+        "update_interval": luck.randint(1, 3),
+    }
+
+
+def config_of(slots: dict[int, dict[str, Any]], **beside: Any) -> AdaptiveConfig:
+    entries = {**beside, **{str(size): slot for size, slot in slots.items()}}
+    return parse_adaptive_config(json.dumps(entries).encode(), "FILE")
+
+
+def decided(slot: AdaptiveSlot, current: int, ema: Fraction) -> tuple[int, str]:
+    """The rule said of all candidates at once, without a walk by rungs; and what it did."""
+    steps, half = slot.candidate_steps, Fraction(1, 2)
+    if current == 0:
+        return min((each for each in steps if each), default=0), "probes"
+    up, down = Fraction(slot.up_hysteresis), Fraction(slot.down_hysteresis)
+
+    def is_dropped(upper: int) -> bool:
+        lower = max((each for each in steps if each < upper), default=None)
+        return lower is not None and ema <= (lower - half if lower else half) + down
+
+    def is_outgrown(lower: int) -> bool:
+        return lower < max(steps) and ema > lower - half + up
+
+    target = max((each for each in steps if each <= current and not is_dropped(each)), default=None)
+    target, how = (min(steps) if target is None else target), "drops"
+    if target == current:
+        target = min(each for each in steps if each >= current and not is_outgrown(each))
+        how = "rises" if target > current else "stays"
+    if slot.ceiling_coeff and 0 < target <= current:
+        ceiling = max(1, math.ceil(ema * Fraction(slot.ceiling_coeff)))
+        if target > ceiling:
+            how = "is capped"
+            target = max((each for each in steps if each <= ceiling), default=min(steps))
+    return target, how
+
+
+def test_decisions_are_those_of_the_rule() -> None:
+    """At every eighth of a draft, so at each threshold too."""
+    luck, seen = random.Random(0), Counter[str]()
+    for _ in range(80):
+        [slot] = config_of({1: drawn_slot(luck)}).slots
+        for current in slot.candidate_steps:
+            for eighths in range(9 * 8):
+                expected, how = decided(slot, current, Fraction(eighths, 8))
+                assert next_steps(slot, current, eighths / 8) == expected
+                seen[how] += 1
+    assert min(seen[how] for how in ("probes", "drops", "rises", "stays", "is capped")) > 400, seen
+
+
+@pytest.mark.parametrize(
+    ("steps", "ema", "expected"),
+    [(7, 2.5, 3), (7, 2.51, 7), (7, 0.5, 1), (3, 2.5, 3), (3, 2.51, 7), (1, 0.0, 1), (1, 0.51, 3)],
+)
+def test_of_1_3_and_7_steps_it_takes_those_that_the_page_says(
+    steps: int, ema: float, expected: int
+) -> None:
+    [slot] = config_of({1: {"candidate_steps": [1, 3, 7], "down_hysteresis": 0}}).slots
+    assert next_steps(slot, steps, ema) == expected
+
+
+@dataclass
+class ByHand:
+    """A slot's history in fractions."""
+
+    slot: AdaptiveSlot
+    steps: int
+    ema: Fraction
+    num_rounds: int = 0
+    has_drafted: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        candidates = self.slot.candidate_steps
+        if self.steps not in candidates:
+            self.steps = sorted(candidates)[len(candidates) // 2]
+        self.ema, self.has_drafted = Fraction(max(0, self.steps - 1)), self.steps > 0
+
+    def hear(self, steps: int, correct: list[int]) -> bool:
+        """Returns whether the steps have changed."""
+        slot, before = self.slot, self.steps
+        if not correct or steps != before:
+            return False
+        if steps:
+            mean = Fraction(sum(correct), len(correct))
+            self.ema += Fraction(slot.ema_alpha) * (mean - self.ema)
+        self.num_rounds += 1
+        warm = self.num_rounds - slot.warmup_batches
+        if warm in range(slot.update_interval, 10**6, slot.update_interval):
+            self.steps, _ = decided(slot, before, self.ema)
+            if self.steps and not self.has_drafted:
+                self.ema, self.has_drafted = Fraction(self.steps - 1), True
+        return self.steps != before
+
+
+def test_histories_of_slots_are_those_of_the_rule() -> None:
+    """Checks slots beside each other, which hear nothing of each other: batches of any size, padded
+    or not, without requests, or of steps that were chosen before the last decision."""
+    luck, seen = random.Random(1), Counter[str]()
+    for _ in range(150):
+        starts = sorted(luck.sample(range(1, 13), luck.randint(1, 3)))
+        config = config_of({start: drawn_slot(luck) for start in starts})
+        initial = luck.randint(0, 8)
+        adaptive = AdaptiveSpeculativeParams(initial, config=config)
+        assert adaptive.candidate_steps == tuple(
+            sorted({steps for slot in config.slots for steps in slot.candidate_steps})
+        )
+        by_hand = [ByHand(slot, initial, Fraction(0)) for slot in config.slots]
+        for number in range(40):
+            size = luck.randint(1, 14)
+            served = max((n for n, start in enumerate(starts) if start <= size), default=0)
+            steps = by_hand[served].steps
+            if number % 8 == 7:
+                steps = luck.choice(config.slots[served].candidate_steps)
+            told = steps if luck.random() < 0.5 or steps != by_hand[served].steps else None
+            correct = [luck.randint(0, steps) for _ in range(min(size, luck.randint(0, 4)))]
+            seen["late"] += steps != by_hand[served].steps
+            seen["empty"] += not correct
+            has_switched = adaptive.on_verify_complete(correct, size, steps=told)
+            assert has_switched == by_hand[served].hear(steps, correct)
+            seen["switches"] += has_switched
+            for each, start in zip(by_hand, starts, strict=True):
+                state = adaptive.state_for_batch(start)
+                assert (state.steps, state.num_rounds) == (each.steps, each.num_rounds)
+                assert state.has_drafted == each.has_drafted
+                assert state.ema == pytest.approx(float(each.ema), abs=1e-9)
+    assert min(seen["late"], seen["empty"], seen["switches"]) > 100, seen
+
+
+def test_by_default_the_first_decision_follows_the_fifteenth_round() -> None:
+    adaptive = AdaptiveSpeculativeParams(3, None)
+    decisions = [adaptive.on_verify_complete([3], 1) for _ in range(20)]
+    assert decisions.index(True) == 14
+    assert [adaptive.get_steps_for_batch(size) for size in (1, 8, 32)] == [7, 3, 1]
+
+
+# ---------------------------------------------------------------- as a policy
+
+
+def outcome(tier: int, num_reqs: int, tried: list[int], right: list[int]) -> StepOutcome:
+    """A step of rounds at a tier, of which some requests had `tried` drafts."""
+    return StepOutcome(
+        plan=plan_of(tier, num_reqs),
+        rows=range(len(tried)),
+        num_tried=[1 + count for count in tried],
+        num_accepted=[1 + count for count in right],
+        num_tokens=len(right) + sum(right),
+    )
+
+
+def test_as_a_policy_it_does_what_the_rule_says_round_by_round() -> None:
+    """Rounds are heard some steps later, for the slot of the size that they were padded to. Those
+    who take fewer drafts than all say nothing, and without drafts each request counts."""
+    luck, pad = random.Random(2), GraphKeys(GraphSupport.RAGGED_Q, MAX_REQUESTS, 4, 0).decode_size
+    num_counted = 0
+    for _ in range(40):
+        starts = luck.sample(range(1, 160), luck.randint(1, 4))
+        adaptive, initial = config_of({start: drawn_slot(luck) for start in starts}), 3
+        tiers = adaptive.candidate_steps
+        options = LengthOptions(tiers[-1], initial, adaptive)
+        policy = AdaptiveController(PolicyParts(options=options, graph_size=pad))
+        by_hand = AdaptiveSpeculativeParams(initial, config=adaptive)
+        assert AdaptiveController.tiers(options) == tiers
+        assert policy.settled == by_hand.get_steps_for_batch(pad(1)), "before the first round"
+        unread = deque[tuple[int, int]]()
+        for _ in range(40):
+            num_reqs = luck.choice([luck.randint(1, 12), luck.randint(1, 170)])
+            tier = policy.choose(drafting_step(num_reqs)).limit - 1
+            assert tier == policy.settled == by_hand.get_steps_for_batch(pad(num_reqs))
+            unread.append((tier, num_reqs))
+            if len(unread) <= LAG:
+                continue
+            tier, num_reqs = unread.popleft()
+            tried = [luck.choice([tier, tier, 0, luck.randint(0, tier)]) for _ in range(5)]
+            right = [luck.randint(0, count) for count in tried]
+            policy.observe(outcome(tier, num_reqs, tried, right))
+            whole = [own for own, count in zip(right, tried, strict=True) if count == tier]
+            correct = whole if tier else [0] * num_reqs
+            by_hand.on_verify_complete(correct, pad(num_reqs), steps=tier)
+            num_counted += bool(correct)
+        nothing_drafted = StepOutcome(
+            plan=plan_of(tier, None), rows=[0], num_tried=[1], num_accepted=[1]
+        )
+        policy.observe(nothing_drafted)
+        for size in range(1, MAX_REQUESTS + 1):
+            assert policy.params.state_for_batch(size) == by_hand.state_for_batch(size)
+    assert num_counted > 1000
+
+
+# ---------------------------------------------------------------- what tiers own
+
+
+def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() -> None:
+    """Searches all sizes. Draft steps have the graphs that some batch needs, and no other
+    ones. A tier that no slot has, such as 0 of the throughput strategy, owns nothing."""
+    luck = random.Random(3)
+    for max_requests in (1, 3, 13, *luck.sample(range(1, MAX_REQUESTS), 20)):
+        starts = sorted(luck.sample(range(1, 161), luck.randint(1, 5)))
+        adaptive = config_of({start: drawn_slot(luck) for start in starts})
+        options = LengthOptions(8, 0, adaptive)
+        decode = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 4, 0)
+        every = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 999, 32))
+        sizes = {max_requests, *(each for each in every if each <= max_requests)}
+        for tier, state in runtime_states(range(9), adaptive, 1).items():
+            needed = set()
+            for num_reqs in range(1, MAX_REQUESTS + 1):
+                served = max((each for each in starts if each <= num_reqs), default=starts[0])
+                [slot] = [each for each in adaptive.slots if each.min_batch_size == served]
+                may_have = tier in slot.candidate_steps
+                assert sum(num_reqs in sizes for sizes in state.batch_sizes) == may_have
+                assert (tier in (options.candidates(num_reqs) or ())) == may_have
+            keys = GraphKeys.of_draft_steps(max_requests, HIDDEN, max(1, tier), state.batch_sizes)
+            for num_reqs in range(1, max_requests + 1):
+                size = decode.decode_size(num_reqs)
+                assert size == min(each for each in sizes if each >= num_reqs)
+                if tier in adaptive.candidates(size):
+                    key = keys.find_shape(num_reqs, 1, num_reqs, hidden_width=HIDDEN)
+                    assert key is not None
+                    assert (key.num_reqs, key.num_tokens, key.num_steps) == (
+                        size,
+                        size,
+                        max(1, tier),
+                    )
+                    needed.add(size)
+            assert {key.num_reqs for key in keys.all} == needed
+            assert (state.speculative_num_steps, state.num_draft_steps) == (tier, max(0, tier - 1))
+        assert decode.decode_size(max_requests + 1) == max_requests + 1, "no graph"
+    assert GraphKeys(GraphSupport.NEVER, 8, 4).decode_size(3) == 3
+    assert all(
+        each.batch_sizes == ALL_BATCH_SIZES for each in runtime_states((0, 3), None, 1).values()
+    )
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def test_presets_are_the_published_ones() -> None:
+    low = ((1, 3, 7), 0.0, -0.25, 0.0)
+    published = {
+        "conservative": {1: low, 8: ((1, 3), 0.0, 0.0, 0.0), 32: ((1,), 0.0, 0.0, 0.0)},
+        "aggressive": {
+            1: low,
+            8: ((1, 3, 7), 0.0, -0.25, 3.0),
+            64: ((1, 3), 0.0, -0.25, 1.67),
+            128: ((1, 3), 0.0, -0.25, 1.2),
+        },
+    }
+    assert set(published) == set(PRESETS)
+    for name in (None, *PRESETS):
+        read = read_adaptive_config(name)
+        assert {
+            each.min_batch_size: (
+                each.candidate_steps,
+                each.up_hysteresis,
+                each.down_hysteresis,
+                each.ceiling_coeff,
+            )
+            for each in read.slots
+        } == published[name or "conservative"]
+        paces = {(each.ema_alpha, each.warmup_batches, each.update_interval) for each in read.slots}
+        assert paces == {(0.2, 10, 5)}
+        assert not read.warnings()
+
+
+def test_slots_take_what_they_leave_out_from_beside_them_or_the_defaults() -> None:
+    """And are sorted by number, not as text."""
+    own = {"candidate_steps": [1], "up_hysteresis": 0, "ceiling_coeff": 2, "ema_alpha": 0.5}
+    beside = {"warmup_batches": 4, "up_hysteresis": 0.5, "ceiling_coeff": 1.5}
+    small, large = config_of({16: own, 2: {"candidate_steps": [3, 1]}}, **beside).slots
+    common = {"down_hysteresis": -0.25, "warmup_batches": 4, "update_interval": 5}
+    assert small == AdaptiveSlot(
+        min_batch_size=2, candidate_steps=(1, 3), **{**beside, **common}, ema_alpha=0.2
+    )
+    assert large == AdaptiveSlot(min_batch_size=16, **common, **{**own, "candidate_steps": (1,)})
+
+
+def test_hysteresis_that_undoes_every_decision_is_warned_of() -> None:
+    restless = {"down_hysteresis": 0.25, "candidate_steps": [1, 3]}
+    (warning,) = config_of({1: {"candidate_steps": [1, 3]}, 8: restless}).warnings()
+    assert warning.startswith('slot "8": down_hysteresis 0.25 is above up_hysteresis 0')
+    assert not config_of({1: restless | {"candidate_steps": [0, 1]}}).warnings()
+
+
+ONE = '"1": {"candidate_steps": [1]}'
+MISTAKES: list[tuple[str, str]] = [
+    # content, what the message has after the file's name
+    ("{" + ONE, " is not valid JSON: "),
+    ("null", ": Expected `object`, got `null`."),
+    ('{"1":' * 10_000, " is nested too deeply"),
+    ('{"ema_alpha": 0.5}', ' has no slot; give at least one, such as "1"'),
+    ("{" + ONE + "," + ONE + "}", " is not valid JSON: '1' is there twice."),
+    ('{"1": {"ema_alpha": 1, "ema_alpha": 1}}', " is not valid JSON: 'ema_alpha' is there twice."),
+    ("{" + ONE + ', "01": {"candidate_steps": [1]}}', ": two slots are for the same batch size"),
+    ('{"0": {"candidate_steps": [1]}}', ', slot "0": a slot is the least batch size that it'),
+    ('{"-8": {"candidate_steps": [1]}}', ', slot "-8": a slot is the least batch size'),
+    ('{"1000001": {}}', ', slot "1000001": a slot is the least batch size'),
+    ('{"' + "9" * 5000 + '": {}}', ', slot "' + "9" * 18 + '": a slot is the least batch size'),
+    ('{"8.0": {}}', ": Object contains unknown field `8.0`."),
+    ('{"１": {}}', ": Object contains unknown field `１`."),
+    ("{" + ONE + ', "candidate_steps": [1]}', ": Object contains unknown field `candidate_steps`."),
+    ('{"a\x7f": 1}', ": Object contains unknown field `a\\x7f`."),
+    ('{"1": {"min_batch_size": 1}}', ', slot "1": Object contains unknown field `min_batch_size`'),
+    ('{"1": {}}', ', slot "1": Object missing required field `candidate_steps`.'),
+    ('{"1": [1, 3]}', ', slot "1": Expected `object`, got `array`.'),
+    ('{"8": {"candidate_steps": 3}}', ', slot "8": Expected `array`, got `int`, in `candidate_st'),
+    ('{"8": {"candidate_steps": []}}', ', slot "8": Expected `array` of length >= 1, in `candida'),
+    ('{"8": {"candidate_steps": [1, 3, 1]}}', ', slot "8": candidate_steps has a number twice'),
+]
+MISTAKES += [
+    (f'{{"8": {{"candidate_steps": [1, {value}]}}}}', f', slot "8": Expected `int`{message}')
+    for value, message in [
+        *((value, ", got `float`, in `candidate_steps[1]`.") for value in ("1.0", "9" * 5000)),
+        ("64", " <= 63, in `candidate_steps[1]`."),
+        ("-1", " >= 0, in `candidate_steps[1]`."),
+        *((value, ", got ") for value in ("true", "null", '"1"', "[1]")),
+    ]
+]
+NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
+BAD_NUMBERS = ("1e999", "true", "null", '"0"', "[0]", "9" * 400)
+NAMED = [
+    (key, value)
+    for key, more in [
+        ("ema_alpha", ("0", "-0.5", "1.01")),
+        ("warmup_batches", ("-1", "1.5", "1000001")),
+        ("update_interval", ("0", "1.0", "1000001")),
+        ("up_hysteresis", ("63.5", "-64")),
+        ("down_hysteresis", ("63.5", "-64")),
+        ("ceiling_coeff", ("-0.1", "1001", "{}")),
+    ]
+    for value in (*BAD_NUMBERS, *more)
+]
+MISTAKES += [
+    (f'{{"8": {{"ema_alpha": {value}}}}}', f" is not valid JSON: {value} is no number.")
+    for value in NO_NUMBERS
+]
+
+
+def test_a_mistake_is_one_line_that_names_file_slot_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    for content, message in MISTAKES:
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(AdaptiveConfigError) as caught:
+            AdaptiveSpeculativeParams(3, str(path))
+        text = str(caught.value)
+        assert text.startswith(f"--speculative-adaptive-config {path}{message}"), content[:80]
+        assert text.isprintable()
+        assert len(text) < 300 + len(str(path))
+    for key, value in NAMED:
+        for content, place in [
+            (f'{{"8": {{"candidate_steps": [1], "{key}": {value}}}}}', 'FILE, slot "8"'),
+            (f'{{{ONE}, "{key}": {value}}}', "FILE"),
+        ]:
+            with pytest.raises(AdaptiveConfigError, match=f"^{place}: Expected .*in `{key}`.$"):
+                parse_adaptive_config(content.encode(), "FILE")
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of a preset's name is reached by a path."""
+    large, binary = tmp_path / "large.json", tmp_path / "binary.json"
+    large.write_text("{" + ONE + "}" + " " * MAX_CONFIG_BYTES)
+    binary.write_bytes(b"\xff\xfe{}")
+    for path, message in [
+        (tmp_path, "is no file, and none of the presets conservative and aggressive."),
+        ("Conservative", "is no file, and none of the presets"),
+        ("", "is no file, and none of the presets"),
+        ("x" * 5000, "cannot be read: File name too long."),
+        (large, f"is larger than {MAX_CONFIG_BYTES} bytes, the most that is read of it."),
+        (binary, "is not text in UTF-8."),
+    ]:
+        with pytest.raises(AdaptiveConfigError) as caught:
+            read_adaptive_config(str(path))
+        assert str(caught.value).startswith(f"--speculative-adaptive-config {path} {message}")
+    with pytest.raises(AdaptiveConfigError, match=r"'a\\nb\\x00' is no file"):
+        read_adaptive_config("a\nb\0")
+    (tmp_path / "aggressive").write_text("\ufeff{" + ONE + "}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert len(read_adaptive_config("aggressive").slots) == 4
+    assert len(read_adaptive_config("./aggressive").slots) == 1
+
+
+ENTRY_NAMES = ["1", "8", "08", "candidate_steps", "ema_alpha", "ceiling_coeff"]
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 70) | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.sampled_from(ENTRY_NAMES), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.long_matrix
+@given(st.dictionaries(st.sampled_from(ENTRY_NAMES), JSON_VALUES, max_size=3) | JSON_VALUES)
+@settings(max_examples=100, deadline=None)
+def test_whatever_a_file_says_is_read_or_refused_on_one_line(value: Any) -> None:
+    refusal = "none"
+    try:
+        read = parse_adaptive_config(json.dumps(value).encode(), "FILE")
+        assert AdaptiveSpeculativeParams(3, config=read).candidate_steps
+    except AdaptiveConfigError as error:
+        refusal = str(error)
+    assert refusal.isprintable()
+
+
+def test_it_loads_no_torch() -> None:
+    module = "sglang.srt.lookahead.ema"
+    assert not modules_that_load([module], HEAVY_MODULES, ROOT / "python")

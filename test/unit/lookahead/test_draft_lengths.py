@@ -1,0 +1,443 @@
+"""Checks how many drafts requests get: the best number by prices and by what was right, what is
+learnt, and when a head rests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+
+from policy_steps import drafted, drafting_step, plan_of
+from served_rounds import DRAFT_MS, EXTEND_MS, FIRST_DRAFT_MS, READ_MS, STEP_MS, batch_of, curve
+from served_rounds import rounds as measured
+from sglang.srt.lookahead import stretches
+from sglang.srt.lookahead.acceptance_estimate import Kind
+from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
+from sglang.srt.lookahead.length_policy import FixedLength, PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import (
+    CONTEXT_STEPS,
+    LEAST_GAIN,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    REST_AFTER,
+    LoadAwareDrafts,
+    RestRule,
+    best_tier,
+    hopeful_tiers,
+)
+from sglang.srt.lookahead.matched_drafts import (
+    LONGEST_OF_CLASS,
+    NUM_CLASSES,
+    PRIORS,
+    MatchedDrafts,
+    class_of,
+)
+from sglang.srt.lookahead.prompt_mix import (
+    MAX_NUMBERS,
+    MEMORY_STEPS,
+    ROW_GRAIN,
+    PromptMix,
+    case_of,
+)
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_prices import StepCase
+from sglang.srt.lookahead.stretches import Stretches
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from simulated_rounds import H200_MS, Decoding, ListedRounds
+
+MOST = 7
+DRAFTING = EmittingRequest(Kind(), 1 + MOST)
+PLAIN = EmittingRequest(None, 1, is_adjustable=False)
+LENGTHS = [1.0 + sum(0.6**place for place in range(1, 1 + count)) for count in range(1 + MOST)]
+
+
+# ---------------------------------------------------------------- the best number
+
+
+def test_the_best_tier_is_that_of_a_search() -> None:
+    """Takes the one of fewer rows of equal ones."""
+    chooser = random.Random(0)
+    for _ in range(500):
+        chances = [chooser.random() for _ in range(5)]
+        lengths = [1 + sum(itertools.accumulate(chances[:n], float.__mul__)) for n in range(6)]
+        more = [chooser.choice([0.2, 1.0, 3.0, 9.0]) * chooser.random() for _ in range(5)]
+        costs = dict(enumerate([5.0, *(5.0 + each for each in more)]))
+        best, rates = best_tier(lengths, costs), [lengths[tier] / costs[tier] for tier in costs]
+        assert rates[best] == max(rates)
+        gain = chooser.random() / 2
+        assert best_tier(lengths, costs, gain) == best * (rates[best] > rates[0] * (1 + gain))
+        chance = lengths[best] - lengths[best - 1] if best else 1.0
+        assert hopeful_tiers(lengths, costs, best, gain) == [
+            tier
+            for tier in range(best + 1, 6)
+            if (lengths[best] + chance * (tier - best)) / costs[tier] > rates[best] * (1 + gain)
+        ]
+    assert best_tier([1.0, 1.5, 2.0], {0: 2.0, 1: 3.0, 2: 4.0}) == 0
+    assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
+
+
+def cost_ms(num_drafting: int, num_plain: int, num_drafts: int) -> float:
+    """Adds up what was measured: the target is fed all rows, the head those with drafts."""
+    rows = num_drafting * (1 + num_drafts)
+    drafting = FIRST_DRAFT_MS + (num_drafts - 1) * DRAFT_MS if num_drafts else 0.0
+    all_rows = rows + num_plain
+    target = curve(STEP_MS).at(all_rows) + curve(READ_MS).at(all_rows)
+    return target + curve(EXTEND_MS).at(rows) + drafting
+
+
+def load_aware() -> LoadAwareDrafts:
+    return LoadAwareDrafts(PolicyParts(options=LengthOptions(MOST), rounds=measured()))
+
+
+def step_beside(num_drafting: int, num_plain: int) -> UpcomingStep:
+    return UpcomingStep(emitting=Counter({DRAFTING: num_drafting, PLAIN: num_plain}))
+
+
+def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
+    seen = set()
+    for num_drafting in (1, 8, 30, 60, 100, 150, 250):
+        for num_plain in (0, 1, 20, 100, 300):
+            costs = [cost_ms(num_drafting, num_plain, tier) for tier in range(1 + MOST)]
+            case = StepCase(num_drafting + num_plain, num_plain=num_plain)
+            for num_drafts, expected in enumerate(costs):
+                assert measured().round_ms(case, num_drafts) == pytest.approx(expected)
+            rates = {
+                tier: (num_drafting * LENGTHS[tier] + num_plain) / costs[tier]
+                for tier in LoadAwareDrafts.tiers(LengthOptions(MOST))
+            }
+            with mock.patch.object(Stretches, "lengths", return_value=LENGTHS):
+                found = load_aware().choose(step_beside(num_drafting, num_plain)).settled
+            best = max(rates, key=lambda tier: (rates[tier], -tier))
+            assert found == best * (rates[best] > rates[0] * (1 + LEAST_GAIN))
+            seen.add((num_drafting, found))
+    assert any(len({tier for count, tier in seen if count == each}) > 1 for each in (30, 60, 100))
+
+
+@pytest.mark.parametrize("num_plain", [0, 6])
+def test_drafts_that_were_never_right_are_tried_again(num_plain: int) -> None:
+    policy = load_aware()
+    with mock.patch.object(Stretches, "lengths", return_value=[1.0] * (1 + MOST)):
+        budgets = [policy.choose(step_beside(2, num_plain)) for _ in range(2000)]
+    assert {budget.settled for budget in budgets} == {0}
+    probes = [budget.limit - 1 for budget in budgets if budget.limit > 1]
+    assert len(probes) > 5
+    plain_ms = cost_ms(2, num_plain, 0)
+    extra_ms = sum(cost_ms(2, num_plain, tier) - plain_ms for tier in probes)
+    assert extra_ms <= (PROBE_SHARE * 2000 + PROBE_STEPS) * plain_ms
+
+
+def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
+    """Steps that feed the head, since drafts paid a moment ago, are not owed for without end."""
+    policy = LoadAwareDrafts(
+        PolicyParts(
+            options=LengthOptions(1),
+            rounds=ListedRounds({1: (4.0, 4.3)}),
+            feed_ms=lambda cases: 0.2,
+        )
+    )
+    found, step = {}, drafting_step(1)
+    for num_steps in (40, 1500):
+        pays = itertools.cycle([[1.0, 2.0], *[[1.0, 1.0]] * 7])
+        with mock.patch.object(Stretches, "lengths", lambda *_, pays=pays: next(pays)):
+            for _ in range(num_steps):
+                policy.choose(step)
+        with mock.patch.object(Stretches, "lengths", return_value=[1.0, 1.0]):
+            found[num_steps] = next(n for n in itertools.count() if policy.choose(step).limit > 1)
+    assert found[1500] <= found[40] + 300
+
+
+def test_a_head_rests_after_some_idle_steps_and_is_fed_before_it_drafts_again() -> None:
+    """Looks at all steps before each one. If most requests are new, drafts may follow at once."""
+    luck, rule, wanted, last_rest, renewed = random.Random(4), RestRule(), [True], -(10**6), -1
+    seen = Counter[tuple[bool, bool]]()
+    for number in range(4000):
+        if luck.random() < 0.02:
+            rule.renew()
+            renewed = number
+        is_fed, wants = luck.random() < 0.1, luck.random() < (0.3 if number % 200 < 80 else 0.01)
+        has_context = renewed > last_rest or number - 1 - last_rest >= CONTEXT_STEPS
+        assert rule.num_steps_to_feed(True) == 0
+        assert (rule.num_steps_to_feed(False) == 0) == has_context
+        assert rule.step(wants, is_fed) == (is_fed or has_context)
+        wanted.append(wants)
+        assert rule.rests == (not any(wanted[-REST_AFTER:]))
+        last_rest = number if rule.rests else last_rest
+        seen[rule.rests, has_context] += 1
+    assert len(seen) == 4
+    assert min(seen.values()) > 20, seen
+
+
+def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
+    config = parse_adaptive_config(
+        b'{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [1]}}', "here"
+    )
+    options = LengthOptions(3, 3, config)
+    assert LoadAwareDrafts.tiers(options) == (0, 1, 3)
+    for num_reqs, allowed in ((1, {0, 1, 3}), (8, {0, 1}), (32, {0, 1})):
+        prices = ListedRounds({num_reqs: H200_MS[num_reqs]})
+        parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
+        served = Decoding(LoadAwareDrafts(parts), num_reqs)
+        found = served.run(H200_MS[num_reqs], 300, lambda step: 0.9)
+        assert set(found.tiers) <= allowed
+        assert found.tiers[max(allowed)] > found.tiers.total() / 2
+
+
+def test_tiers_reach_from_none_to_all() -> None:
+    for max_drafts in range(1, 64):
+        options = LengthOptions(max_drafts)
+        tiers = LoadAwareDrafts.tiers(options)
+        assert list(tiers) == sorted({*tiers})
+        assert (tiers[0], tiers[-1]) == (0, max_drafts)
+        assert len(tiers) == max_drafts + 1 if max_drafts <= 5 else len(tiers) <= 10
+        assert FixedLength.tiers(options) == (max_drafts,)
+
+
+# ---------------------------------------------------------------- what was right
+
+NUM_ROWS = 32
+TEXTS = [(0.1, 0.9), (0.3, 0.5), (0.6, 0.6), (0.9, 0.3), (0.05, 0.97)]
+
+
+class DrawnText:
+    """Requests whose tokens are predictable in stretches.
+
+    Args:
+        begin, stay: chances that a token is predictable after one that is not, and after one that
+            is.
+    """
+
+    def __init__(self, begin: float, stay: float, seed: int) -> None:
+        self._begin, self._stay, self._luck = begin, stay, random.Random(seed)
+        self._was_predictable = [False] * NUM_ROWS
+
+    def round(self, row: int, num_drafts: int) -> int:
+        """Returns how many drafts of a request are right; the token after them is the model's."""
+        right = 0
+        while right < num_drafts and self._next(row):
+            right += 1
+        if right == num_drafts:  # else the token after them is the one that was not predictable
+            self._next(row)
+        return right
+
+    def _next(self, row: int) -> bool:
+        chance = self._stay if self._was_predictable[row] else self._begin
+        self._was_predictable[row] = self._luck.random() < chance
+        return self._was_predictable[row]
+
+
+def learnt(begin: float, stay: float, num_drafts: int, num_rounds: int, seed: int) -> Stretches:
+    found, text, rows = Stretches(NUM_ROWS), DrawnText(begin, stay, seed), range(NUM_ROWS)
+    for _ in range(num_rounds):
+        right = [text.round(row, num_drafts) for row in rows]
+        found.observe(rows, [num_drafts] * NUM_ROWS, right, [num_drafts] * NUM_ROWS)
+    return found
+
+
+@pytest.mark.parametrize("num_drafts", [2, 7])
+def test_rounds_of_any_number_of_drafts_give_what_another_number_has_taught(
+    num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If nothing were forgotten: few steps are remembered, whose shares go up and down. More drafts
+    never give less."""
+    monkeypatch.setattr(stretches, "MEMORY_STEPS", 1e6)
+    monkeypatch.setattr(stretches, "PAST_MEMORY", 1e6)
+    for begin, stay in TEXTS:
+        said = learnt(begin, stay, num_drafts, 400, 0).lengths(MOST)
+        assert said == sorted(said)
+        assert said[0] == 1.0
+        for drafts in (1, 3, MOST):
+            text = DrawnText(begin, stay, 100 + drafts)
+            rounds = [text.round(row, drafts) for _ in range(400) for row in range(NUM_ROWS)]
+            assert said[drafts] == pytest.approx(1 + sum(rounds) / len(rounds), rel=0.06)
+
+
+def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_like_all() -> None:
+    """New requests are not like those that ran last; what they say is believed at once. Steps
+    without drafts leave chances as they are."""
+    found, rows = learnt(0.9, 0.95, 7, 50, 0), range(NUM_ROWS)
+    none, three = [0] * NUM_ROWS, [3] * NUM_ROWS
+    before = found.lengths(MOST)
+    for _ in range(5):
+        found.observe(rows, none, none, none)
+    assert found.lengths(MOST) == pytest.approx(before, rel=0.05)
+    for _ in range(6):
+        found.observe(rows, three, none, three)
+    wrong = found.lengths(MOST)[3]
+    found.renew()
+    renewed = found.lengths(MOST)[3]
+    assert renewed > wrong + 0.3
+    for _ in range(2):
+        found.observe(rows, three, none, three)
+    assert found.lengths(MOST)[3] < renewed - 0.3
+    text = DrawnText(0.05, 0.2, 1)
+    for _ in range(20):
+        right = [text.round(row, 7) for row in rows]
+        found.observe(rows, [7] * NUM_ROWS, right, [7] * NUM_ROWS)
+    assert found.lengths(MOST)[7] < 1.6
+
+
+def test_a_new_request_begins_after_no_full_round() -> None:
+    """Its first draft says where stretches begin, though its row's last request was in one."""
+    one, two = Stretches(1), Stretches(1)
+    for each in (one, two):
+        for _ in range(8):
+            each.observe([0], [3], [3], [3])
+    one.observe([0], [0], [0], [0])  # its prompt
+    for each in (one, two):
+        each.observe([0], [3], [0], [3])
+    assert one.lengths(MOST)[1] < two.lengths(MOST)[1]
+
+
+# ---------------------------------------------------------------- n-grams
+
+
+def taught(
+    has_trees: bool, chances: Sequence[Sequence[float]], prices: ListedRounds
+) -> MatchedDrafts:
+    """Has a policy hear of drafts that were right with these chances, by class and place: of a
+    chain given those before it, of a tree's nodes alone."""
+    options = LengthOptions(MOST, has_trees=has_trees)
+    policy, luck = MatchedDrafts(PolicyParts(options=options, rounds=prices)), random.Random(2)
+    for _ in range(60):
+        for kind, of_class in enumerate(chances):
+            paths = list[list[int]]()
+            for _ in range(8):
+                lots = [luck.random() < chance for chance in of_class]
+                right = [1 + place for place, is_right in enumerate(lots) if is_right]
+                if not has_trees:
+                    right = [*range(1, 1 + next((n for n in range(MOST) if not lots[n]), MOST))]
+                paths.append([0, *right])
+            lengths = [len(path) for path in paths]
+            policy.observe(
+                StepOutcome(
+                    plan=plan_of(MOST, 8),
+                    rows=range(8),
+                    num_tried=[1 + MOST] * 8,
+                    num_accepted=lengths,
+                    num_tokens=sum(lengths),
+                    num_fed=[MOST] * 8,
+                    kinds=[Kind(match=kind)] * 8,
+                    paths=paths if has_trees else (),
+                )
+            )
+    return policy
+
+
+@pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
+def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_trees: bool) -> None:
+    """Searches all numbers, with the chances that drafts were drawn by."""
+    luck, seen = random.Random(1), set[int]()
+    chances = [[luck.uniform(0.3, 0.97)] * MOST for _ in PRIORS]
+    if has_trees:
+        chances = [sorted((luck.random() for _ in range(MOST)), reverse=True) for _ in PRIORS]
+    given = [
+        [
+            1.0,
+            *(
+                1 + each
+                for each in itertools.accumulate(
+                    of_class if has_trees else itertools.accumulate(of_class, float.__mul__)
+                )
+            ),
+        ]
+        for of_class in chances
+    ]
+    for _ in range(14):
+        kinds = luck.sample(range(NUM_CLASSES), 2)
+        counts, num_plain = [luck.randint(1, 5) for _ in kinds], luck.choice([0, 30])
+        num_reqs, per_row = sum(counts) + num_plain, luck.choice([0.05, 0.3, 1.0])
+        costs = [4.0 + bool(tier) * 0.2 + tier * per_row for tier in range(1 + MOST)]
+        policy = taught(has_trees, chances, ListedRounds({num_reqs: costs}, 0.0))
+        wishes = [EmittingRequest(Kind(match=kind), 1 + MOST) for kind in kinds]
+        step = UpcomingStep(Counter({PLAIN: num_plain, **dict(zip(wishes, counts, strict=True))}))
+        tokens = [
+            num_plain
+            + sum(count * given[kind][tier] for kind, count in zip(kinds, counts, strict=True))
+            for tier in range(1 + MOST)
+        ]
+        rates = {
+            tier: tokens[tier] / costs[tier] for tier in LoadAwareDrafts.tiers(LengthOptions(MOST))
+        }
+        found = policy.choose(step).settled
+        assert rates[found] > 0.97 * max(rates.values())
+        seen.add(found)
+    assert len(seen) > 1
+
+
+def test_matches_without_drafts_that_pay_are_probed_and_each_length_has_a_class() -> None:
+    policy = taught(
+        False, [[0.0] * MOST] * NUM_CLASSES, ListedRounds({8: [4.0 + n for n in range(8)]})
+    )
+    step = UpcomingStep(Counter({EmittingRequest(Kind(match=5), 1 + MOST): 8}))
+    budgets = [policy.choose(step) for _ in range(3000)]
+    assert {budget.settled for budget in budgets} == {0}
+    assert 1 < sum(budget.limit > 1 for budget in budgets) < 300
+    assert {budget.limit for budget in budgets} == {1, 2}
+    classes = [class_of(length) for length in range(20)]
+    assert classes[: LONGEST_OF_CLASS[-1] + 2] == [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]
+    assert set(classes) == set(range(NUM_CLASSES))
+
+
+# ---------------------------------------------------------------- prompts beside rounds
+
+
+def hear(
+    mix: PromptMix, num_tokens: int, num_prompts: int = 0, rows: int = 0, is_full: bool = False
+) -> None:
+    """Covers a step in which a request decodes."""
+    emitting = Counter({EmittingRequest(Kind(), 2): 1})
+    if not is_full:
+        emitting[EmittingRequest(Kind(), 2, pending=0)] = num_prompts
+    mix.plan(UpcomingStep(emitting, prompt_rows=rows, prompt_reqs=int(is_full)))
+    mix.observe(drafted(0, 1, [0], [num_tokens - 1]))
+
+
+def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
+    """As many per token, whatever number of requests a round has and however many it gives each:
+    counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
+    mix = PromptMix(8192)
+    assert mix.cases(drafting_step(4, 1, 100), 1.0) == StepCase(4, 100)
+    for number in range(400):
+        hear(mix, 32, *((1, 100) if number % 2 == 0 else (0, 0)))
+    for num_reqs, pace in ((16, 1.0), (16, 2.0), (16, 4.0), (64, 1.0), (64, 3.0), (512, 8.0)):
+        prompts = mix.cases(drafting_step(num_reqs), pace).prompts
+        assert len(prompts) <= MAX_NUMBERS + 1
+        assert sum(chance for chance, _ in prompts) == pytest.approx(1.0)
+        expected = num_reqs * pace / 64
+        # The least of numbers far apart stands for those below it.
+        mean = sum(chance * rows for chance, rows in prompts) / 96
+        assert mean == pytest.approx(expected, rel=0.1, abs=0.15)
+    [(none, _), (_, rows), *_] = mix.cases(drafting_step(16), 1.0).prompts
+    assert none == pytest.approx(math.exp(-0.25), abs=0.03)
+    assert rows == round(100 / ROW_GRAIN) * ROW_GRAIN
+    for _ in range(8 * MEMORY_STEPS):
+        hear(mix, 32)
+    assert mix.cases(drafting_step(4, 1, 100), 2.0) == StepCase(4, 100), "it is forgotten"
+
+
+def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
+    """Takes 16 steps, which give 32 tokens each, 11 feed a whole chunk and one the end of a prompt.
+    At half the pace there are half as many; there is never more than one in a step."""
+    mix, chunk = PromptMix(8192), 2048
+    for number in range(640):
+        place = number % 16
+        rows = chunk if place < 11 else 512 if place == 11 else 0
+        hear(mix, 32, int(rows > 0), rows, is_full=rows == chunk)
+    for pace, share in ((2.0, 11 / 16), (1.0, 11 / 32), (8.0, 1.0)):
+        found = {rows: chance for chance, rows in mix.cases(drafting_step(16), pace).prompts}
+        assert max(found) == chunk
+        assert found[chunk] == pytest.approx(share, abs=0.08)
+        assert sum(found.values()) == pytest.approx(1.0)
+        # What remains: one step of five with the end of a prompt, at the pace that was seen.
+        others = (1.0 - share) * math.exp(-0.2 * pace / 2)
+        assert found.get(0, 0.0) == pytest.approx(others, abs=0.08)
+
+
+def test_a_step_knows_its_prompts() -> None:
+    assert case_of(batch_of([0, 0, 0])) == StepCase(3)
+    assert case_of(batch_of([100, 0, 20, 0])) == StepCase(2).beside(128)

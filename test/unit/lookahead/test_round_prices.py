@@ -1,0 +1,133 @@
+"""Checks what rounds cost: of chains and trees, and beside prompts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from served_rounds import rounds
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import MIXED, GraphKey
+from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.tile_spec import LatencyTables
+from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, StepShape, no_graphs
+
+SHAPES = [TreeShape(4, 1, 4), TreeShape(4, 3, 10), TreeShape(2, 5, 7), TreeShape(4, 5, 3)]
+
+
+def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> None:
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 4, 0)
+    target = PriceTable(
+        find=keys.find_shape,
+        graphs_ms={key: 10.0 + key.num_tokens for key in keys.all},
+        eager=Curve((1,), (1e9,)),
+        head=Curve((1, 100), (1.0, 100.0)),
+        kv_ms=0.5,
+        row_kv_ms=0.25,
+    )
+    extend = PriceTable(
+        find=lambda *rows: None,
+        graphs_ms={},
+        eager=Curve((1, 100), (0.1, 10.0)),
+        head=Curve((1, 100), (3.0, 300.0)),
+        kv_ms=0.02,
+        row_kv_ms=0.01,
+    )
+    passes = {1: Curve((1, 8), (7.0, 7.0)), 2: Curve((1, 8), (14.0, 14.0))}
+    prices = [
+        MeasuredRoundPrices(target, DraftPrices(extend, passes), drafts_at_once=at_once)
+        for at_once in (False, True)
+    ]
+    for num_reqs, num_drafts, kv_tokens in itertools.product((1, 3, 8), range(4), (0, 40)):
+        rows = num_reqs * (1 + num_drafts)
+        shape = StepShape(
+            num_reqs, 1 + num_drafts, rows, rows, kv_tokens, (1 + num_drafts) * kv_tokens
+        )
+        cost = target.price_ms(shape) + 0.1 * rows
+        cost += kv_tokens * (0.02 + 0.01 * (1 + num_drafts))
+        if num_drafts:
+            cost += 3.0 * num_reqs + (num_drafts - 1) * (7.0 + 0.03 * kv_tokens)
+        upcoming = StepCase(num_reqs, kv_tokens)
+        one_by_one, at_once = (each.round_ms(upcoming, num_drafts) for each in prices)
+        assert one_by_one == pytest.approx(cost)
+        saved = 0.02 * kv_tokens * max(0, num_drafts - 2)  # KV is read once for all draft rows
+        assert at_once == pytest.approx(cost - saved)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
+    shape: TreeShape,
+) -> None:
+    width, paths = 1 + shape.num_drafts, 1 + shape.max_confirmed
+    target = PriceTable(no_graphs, {}, Curve((1, 1000), (1.0, 1000.0)), Curve((1,), (2.0,)), 3, 4)
+    extend_rows, head = Curve((1, 1000), (0.1, 100.0)), Curve((1,), (50.0,))
+    extend = PriceTable(no_graphs, {}, extend_rows, head, 0.3, 0.4)
+    passes = {shape: Curve((1, 8), (7.0, 56.0)), 1: Curve((1,), (1e9,))}
+    rounds = MeasuredRoundPrices(target, DraftPrices(extend, passes), tree=shape)
+    for num_reqs, num_cut, prompts_fed in itertools.product((1, 3, 8), (0, 2), (0, 32)):
+        rows = num_reqs * width - num_cut
+        cost = rounds.cost(num_reqs, shape.num_drafts, rows, prompts_fed)
+        expected = 1.0 * (rows + prompts_fed) + 2.0 * (rows + (prompts_fed > 0))
+        expected += 0.1 * (num_reqs * paths + prompts_fed) + 7.0 * num_reqs
+        assert cost.rows_ms == pytest.approx(expected)
+        kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths
+        kv_ms += (shape.depth - 1) * (0.3 + 0.4 * shape.topk)
+        assert cost.kv_ms == pytest.approx(kv_ms)
+    table = LatencyTables(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
+    assert table.rows[-1] == 3 * width
+    assert table.costs_ms[-1] == pytest.approx(rounds.cost(3, shape.num_drafts, 3 * width).rows_ms)
+
+
+def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
+    """In steps so wide that each row costs the same, prompts change nothing."""
+    prices = rounds()
+    alone = StepCase(512)
+    beside = alone._replace(prompts=((1.0, 1024),))
+    for tier in (1, 3, 7):
+        assert prices.round_ms(beside, tier) == pytest.approx(prices.round_ms(alone, tier), rel=0.1)
+    few = StepCase(8)
+    mixed = few._replace(prompts=((0.75, 0), (0.25, 512)))
+    sure = few._replace(prompts=((1.0, 512),))
+    expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
+    assert prices.round_ms(mixed, 3) == pytest.approx(expected)
+    table = LatencyTables(prices, packs_in_graphs=True).table(StepCase(8).beside(512), 3)
+    assert table.costs_ms[-1] == pytest.approx(prices.round_ms(sure, 3))
+    grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
+    assert grows[1] > grows[0] + 0.5, "beside prompts rows are not free"
+
+
+def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
+    """It comes when another request has ended, so the step replays a graph of as many requests;
+    without one it would seem to cost the same whatever is drafted."""
+    most = 32
+    target, head = rounds().target, rounds().head
+    key = GraphKey(MIXED, most, 8, 512)
+
+    def find(num_reqs: int, widest: int, num_rows: int) -> GraphKey | None:
+        return key if num_reqs <= most and num_rows <= key.num_tokens else None
+
+    target = replace(target, find=find, graphs_ms={key: 10.0}, eager=Curve((1, 4096), (99.0, 99.0)))
+    prices = MeasuredRoundPrices(target, head, max_requests=most)
+    beside = StepCase(most, 0, ((1.0, 64),))
+    for num_drafts in (0, 1, 7):
+        full = prices.cost(most, num_drafts, most * (1 + num_drafts), 64)
+        assert full.rows_ms < 99.0
+        assert prices.round_ms(beside, num_drafts) < 20.0
+        last_bucket = LatencyTables(prices, packs_in_graphs=True).table(beside, max(1, num_drafts))
+        assert last_bucket.costs_ms[-1] < 20.0
+    without_bound = MeasuredRoundPrices(target, head)
+    assert without_bound.cost(most, 1, 2 * most, 64).rows_ms > 99.0, "what this is about"
+
+
+def test_prices_that_are_remembered_are_bounded() -> None:
+    """Prompts are of any number of rows."""
+    prices = rounds()
+    right = prices.round_ms(StepCase(8), 3)
+    for number in range(2 * MAX_COSTS):
+        prices.round_ms(StepCase(8, 0, ((1.0, number),)), 3)
+    assert prices.cost.cache_info().currsize <= MAX_COSTS
+    assert prices.round_ms(StepCase(8), 3) == right
