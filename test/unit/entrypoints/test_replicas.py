@@ -32,8 +32,12 @@ MODEL = ("--model-path", "demo")
 URLS = ("http://127.0.0.1:5001", "http://127.0.0.1:5002")
 
 
+def loaded_router() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "sglang_router"]
+
+
 def without_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "sglang_router"]:
+    for name in loaded_router():
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -43,7 +47,8 @@ def _router(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     yield
-    without_router(monkeypatch)
+    for name in loaded_router():
+        del sys.modules[name]  # the stand-in; the real one comes back, if it was there
 
 
 # ---------------------------------------------------------------- flags
