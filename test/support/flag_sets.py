@@ -62,7 +62,7 @@ WITHOUT_EFFECT = (
     "--gpu-id-step 2",
 )
 REFUSED = (
-    "--dp 2",
+    "--pp 2",
     "--pp-size 2",
     "--ep 2",
     "--nnodes 2",

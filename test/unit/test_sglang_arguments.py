@@ -291,7 +291,7 @@ def test_flags_that_both_have_take_the_default_and_the_names_of_sglang(name: str
         ("--chunked-prefill-size=-1", None),
         ("--dp 4", "--dp 4: SGLang has this and this runtime does not"),
         ("--data-parallel-size=4", "--data-parallel-size 4: SGLang has this"),
-        ("--dp=4", "start one server per device"),
+        ("--dp=4", "is one server"),
         ("--quantization fp8", "--quantization fp8: SGLang has this"),
         ("--lora-paths a=b c=d", "--lora-paths a=b c=d: SGLang has this"),
         ("--numa-node 0 --dp 2", "--dp 2: SGLang has this"),

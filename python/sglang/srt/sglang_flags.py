@@ -266,8 +266,13 @@ _DETERMINISM = (
 
 _REFUSED = (
     Entry(
+        "leave it out: an Engine, or a server that a program starts, is one server, and on its"
+        " command line `sglang serve` starts several and a router (docs/scaling.md)",
+        "dp_size",
+    ),
+    Entry(
         _ONE_DEVICE,
-        "dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
+        "pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
         " moe_dp_size dwdp_size enable_prefill_cp use_ray",
     ),
     Entry(
