@@ -57,7 +57,7 @@ class LeftOutRows:
         """Returns the plan of a step of these rows with what it leaves out, and notes it."""
         if rests:
             self._behind.update(set(rows) - self._off - self._without_model)
-            return replace(plan, left_out=range(len(rows)))
+            return replace(plan, left_out=list(range(len(rows))))
         fed = self._behind.intersection(rows)
         self._behind -= fed
         self._lacking |= fed
