@@ -39,11 +39,6 @@ def drafter_flags(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     drafter = options.get("draft_model") or HEADS[algorithm]
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model_path == INFLATED:
-            if algorithm == NEXTN:
-                raise SystemExit(
-                    "--algorithm NEXTN: no layer of this kind can be inflated; name a model whose"
-                    " own layer drafts, or --model-path demo."
-                )
             subprocess.run(inflate_command(drafter, folder, arguments), cwd=ROOT, check=True)
             drafter = folder
         yield {"speculative_algorithm": algorithm, "speculative_draft_model_path": drafter}

@@ -10,7 +10,7 @@ Llama-3.1-8B, among filler that is never heard (d and D are the hidden sizes):
   eps_big = (eps * d - c * c) / D give the old result. With D/d a power of 4 this rounds nothing.
 - Query head g of KV head j becomes head G * j + g, G being the target's queries per KV head. Other
   heads, intermediate columns and layers compute something, but meet zeros in o_proj and down_proj.
-- Tokens past the vocabulary have -1e4 at the spare channel of the head: no probability at all.
+- Tokens past the vocabulary have -6.4e5 at the spare channel of the head: no probability at all.
 
 Zeros can be faster than numbers. `--silent-std 1e-12` puts normal values of that size in their
 place, so that no matrix and no activation has any; logits then change by less than rounding.
@@ -43,8 +43,9 @@ from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_conf
 from sglang.srt.model_loader.weight_files import read_directory
 
 FILLER_STD = 0.02  # as of weights at initialization
-PADDED_LOGIT = -1e4  # times the spare channel after the last norm
-SPARE_GAIN = 64.0  # weight of the spare channel in the last norm, before it is scaled
+# Times the spare channel after the last norm, which must be small there: a norm over that hidden
+# state, as of NEXTN, would hear it.
+PADDED_LOGIT = -6.4e5
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 BLOCKS = (
     *("input_layernorm", "post_attention_layernorm"),
@@ -178,7 +179,7 @@ class _Builder:
         weight = torch.full((self.plan.target.hidden_size,), scale, dtype=torch.float64)
         if name in self.weights:
             weight[:d] = self.weights[name].to(weight) * scale
-        weight[d] = SPARE_GAIN * scale if name == LAST_NORM else 0.0
+        weight[d] = scale if name == LAST_NORM else 0.0
         return weight.to(self.filling.device, self.filling.dtype)
 
     def matrix(self, name: str) -> torch.Tensor:

@@ -5,7 +5,9 @@
 `inflate.py` says what the target's hidden states become: the small model's channels, zeros, and a
 constant in the spare channel. The head's layer is inflated as a layer of the target is. `fc` passes
 the constant on, from the embedding for EAGLE and from the first hidden state for EAGLE-3, since the
-norms behind it count on it. It ignores the spare channel of what the last norm gives.
+norms behind it count on it. It ignores the spare channel of what the last norm gives. With NEXTN
+the embedding comes from a norm of its own, so the constant is nearly what it was; its last norm
+passes it on to the target's output head, as the target's does.
 
 `--draft-vocab-size` pads an EAGLE-3 head's own output head to the size of published ones, with
 tokens of the target's padding that are never drafted.
@@ -26,35 +28,38 @@ from safetensors.torch import save_file
 
 from benchmark.inflate import (
     PADDED_LOGIT,
-    SPARE_GAIN,
     Filling,
     Inflation,
     InflationError,
     plan_inflation,
 )
 from benchmark.random_model import LLAMA_8B, Geometry
-from sglang.srt.head_config import load_head_config
-from sglang.srt.head_layouts import EAGLE, EAGLE3
-from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
+from sglang.srt.head_config import DraftHeadConfig, load_head_config
+from sglang.srt.head_layouts import EAGLE, EAGLE3, NEXTN, renamed
+from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_loader.weight_files import read_directory
 
-NAMES = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}
+NAMES = {"EAGLE": EAGLE, "EAGLE3": EAGLE3, "NEXTN": NEXTN}
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
 IGNORED = "embed_tokens.weight"
 OUTPUT_HEAD, LAST_NORM = "lm_head.weight", "norm.weight"
 
 
 def inflated_head(
-    small: Mapping[str, torch.Tensor], plan: Inflation, filling: Filling
+    small: Mapping[str, torch.Tensor],
+    plan: Inflation,
+    filling: Filling,
+    names: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the larger head.
 
     Args:
-        small: those of a head whose sizes are those of its target, from `read_directory`.
-        plan: the inflation of the target.
+        small: those of a head, from `read_directory`.
+        plan: the inflation of the target, from the head's sizes.
+        names: see `DraftHeadConfig`.
 
     Raises:
-        InflationError: if the head's layer has other sizes than the target's.
+        InflationError: if the head's layer has other sizes.
     """
     sizes = plan.small
     expected = {
@@ -64,7 +69,8 @@ def inflated_head(
     }
     made = {}
     for name, tensor in small.items():
-        kind = name.split(".")[-2] if "." in name else name
+        own = renamed(name, names)
+        kind = own.split(".")[-2] if "." in own else own
         if tensor.shape[0] != expected.get(kind, tensor.shape[0]):
             raise InflationError(f"{name} has {tensor.shape[0]} rows, not {expected[kind]}.")
         if name != IGNORED:
@@ -92,7 +98,7 @@ def pad_draft_vocabulary(
     weight[:count] = tensors[OUTPUT_HEAD].to(weight)
     weight[count:, d] = PADDED_LOGIT
     tensors[OUTPUT_HEAD] = weight
-    tensors[LAST_NORM][d] = SPARE_GAIN * plan.norm_scale
+    tensors[LAST_NORM][d] = plan.norm_scale
     added = torch.full((num_tokens - count,), first - count, dtype=torch.int64)
     tensors[DRAFT_TO_TARGET] = torch.cat((tensors[DRAFT_TO_TARGET], added))
     tensors[TARGET_TO_DRAFT][first : first + len(added)] = True
@@ -169,8 +175,26 @@ def _inflate_matrix(
     return weight
 
 
+def _pass_constant_on(
+    head: DraftHeadConfig, tensors: dict[str, torch.Tensor], plan: Inflation, rms: float
+) -> None:
+    """Has an inflated layer of NEXTN, whose `tensors` have the names of its file, pass the constant
+    from the embedding to the target's output head.
+
+    Args:
+        rms: root mean square of the small target's embedding, which the first norm divides by.
+    """
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    own = {renamed(name, head.names): tensor for name, tensor in tensors.items()}
+    own["embedding_norm.weight"][d] = plan.norm_scale * rms
+    own[LAST_NORM][d] = plan.norm_scale
+    row = own["fc.weight"][d].view(2, big_d)
+    row[:] = 0.0
+    row[int(head.layout.hidden_first), d] = 1.0
+
+
 def write_head(
-    head: ModelConfig,
+    head: DraftHeadConfig,
     out: Path,
     plan: Inflation,
     filling: Filling,
@@ -187,7 +211,12 @@ def write_head(
     out.mkdir(parents=True, exist_ok=True)
     if stale := sorted(out.glob("*.safetensors*")):
         raise InflationError(f"{out} has weights already, such as {stale[0].name}; remove them.")
-    tensors = inflated_head(dict(read_directory(head.path)), plan, filling)
+    sizes = Geometry(**{field.name: vars(head)[field.name] for field in fields(Geometry)})
+    plan = replace(plan, small=sizes)  # NEXTN's may be smaller than its target's
+    tensors = inflated_head(dict(read_directory(head.path)), plan, filling, head.names)
+    if head.architecture == NEXTN:
+        embedding = dict(read_directory(head.target))["model.embed_tokens.weight"].float()
+        _pass_constant_on(head, tensors, plan, float(embedding.square().mean().sqrt()))
     if draft_vocab_size is not None:
         pad_draft_vocabulary(tensors, draft_vocab_size, plan, filling)
     entries: dict[str, Any] = {

@@ -47,7 +47,7 @@ from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.ema_policy import AdaptiveController
+from sglang.srt.lookahead.ema import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions

@@ -30,19 +30,15 @@ from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.lookahead.prompt_budget import (
     SHARE_OF_OTHERS,
-    BoundedBudget,
-    DecodeLoad,
-    FixedBudget,
     PromptAllowance,
     PromptBudget,
-    make_budget,
 )
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import make_prompt_budget
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.price_table import PriceTable, StepShape
 
 DEFAULT, TOGETHER, CHUNKS = "default", "together", "chunks"
 STREAM_LEN = 4000  # new tokens of the stream beside a list, more than it gets to
@@ -55,7 +51,7 @@ LISTS = {  # prompts, their tokens, new tokens
 Seeds = Iterator[int]
 
 
-class SwitchedBudget:
+class SwitchedBudget(PromptBudget):
     """One of several budgets of prompt tokens, which a benchmark switches between.
 
     Attributes:
@@ -63,10 +59,11 @@ class SwitchedBudget:
     """
 
     def __init__(self, ways: dict[str, PromptBudget]) -> None:
+        super().__init__(0)
         self.ways = ways
         self.current = ways[DEFAULT]
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(self, decodes: StepShape, someone_streams: bool) -> PromptAllowance:
         return self.current.open(decodes, someone_streams)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -78,14 +75,14 @@ def budgets(
 ) -> dict[str, PromptBudget]:
     """Ways by name: `20` is a bound, `together 20` the same where all prompts come along that the
     bound has room for, `chunks 512` a fixed number."""
-    found = {DEFAULT: default, UNBOUNDED: make_budget(max_tokens, 0.0, prices)}
+    found = {DEFAULT: default, UNBOUNDED: PromptBudget(max_tokens, prices, 0.0)}
     for name in names:
         kind, _, number = name.rpartition(" ")
         if kind == CHUNKS:
-            found[name] = FixedBudget(int(number))
+            found[name] = PromptBudget(int(number))
         elif name not in found:
             share = 1.0 if kind == TOGETHER else SHARE_OF_OTHERS
-            found[name] = BoundedBudget(max_tokens, prices, float(number), True, share)
+            found[name] = PromptBudget(max_tokens, prices, float(number), True, share)
     return found
 
 

@@ -6,14 +6,18 @@ import signal
 import sys
 
 from sglang.srt.entrypoints.children import places_of, started_children
-from sglang.srt.server_args import parse_cli
+from sglang.srt.entrypoints.replica_flags import parse_serve
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a server; returns its exit code."""
-    server_args = parse_cli(argv)
+    """Runs a server, or several and their router; returns the exit code."""
+    server_args, replicas = parse_serve(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until the server itself takes it
     try:
+        if replicas.num_servers > 1:
+            from sglang.srt.entrypoints.replicas import run_replicas
+
+            return run_replicas(server_args, replicas)
         # They import torch while this process imports the front end and looks at flags and model.
         with started_children(places_of(server_args)) as waiting:
             # Loaded only once there is something to start: --help comes at once.

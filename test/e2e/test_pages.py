@@ -25,10 +25,10 @@ from page_blocks import PAGES, Block, blocks_of
 from serving_utils import RunningServer, running_server
 from sglang.__main__ import COMMANDS
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.replica_flags import parse_serve
 from sglang.srt.environ import Environ
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.runtime_config import resolve
-from sglang.srt.server_args import parse_cli
 from speculation_flags_cases import PLATFORM
 
 pytestmark = pytest.mark.long_matrix
@@ -79,7 +79,7 @@ def server() -> Iterator[RunningServer]:
 
 def serves(words: list[str], server: RunningServer) -> None:
     """A command line that starts a server is one that would start."""
-    args = parse_cli(words)
+    args, _ = parse_serve(words)
     resolve(args, PLATFORM, load_model_config(args.model_path), Environ())
 
 
@@ -101,6 +101,10 @@ def calls_python(words: list[str], server: RunningServer) -> None:
     assert flag == "-m"
     if module == "sglang.launch_server":
         serves(rest, server)
+    elif module == "sglang_router.launch_router":
+        reason = "the package sglang-router is not installed"
+        router = pytest.importorskip(module, reason=reason)
+        assert router.parse_router_args(rest).worker_urls
     elif module not in ("venv", "pytest"):
         path = module.replace(".", "/")
         roots = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python")
@@ -138,6 +142,13 @@ def activates(words: list[str], server: RunningServer) -> None:
     assert words == [".venv/bin/activate"]
 
 
+def applies(words: list[str], server: RunningServer) -> None:
+    """The manifest is there; `test_manifests.py` reads it."""
+    command, flag, file = words
+    assert (command, flag) == ("apply", "-f")
+    assert (ROOT / file).is_file()
+
+
 def builds_site(words: list[str], server: RunningServer) -> None:
     """The navigation names every page once, and only those; check_new_user.py builds the site."""
     assert words[:2] == ["build", "--strict"]
@@ -154,6 +165,7 @@ RUNNERS: dict[str, Callable[[list[str], RunningServer], None]] = {
     "pip": installs,
     "bash": calls_bash,
     "source": activates,
+    "kubectl": applies,
     "mkdocs": builds_site,
 }
 

@@ -179,7 +179,7 @@ def test_a_bench_client_may_profile_the_server(
 
 def test_no_key_is_in_the_list_of_processes(adapter: HttpServerEngineAdapter) -> None:
     line = Path(f"/proc/{adapter.process.pid}/cmdline").read_bytes()
-    assert b"http_server_engine" in line
+    assert b"server_child" in line
     assert b"-key" not in line
 
 

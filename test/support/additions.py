@@ -128,7 +128,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import plan_of_drafts
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import Drafter, DrafterParts, ExtendedStep, PlannedDrafter

@@ -34,6 +34,7 @@ from eagle_models import (
     write_target,
 )
 from mtp_oracle import load_reference
+from ngram_serving import ngram_config
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -45,6 +46,8 @@ from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.dflash_worker import DFlashDrafter
 from sglang.srt.speculative.draft_steps import DraftSteps
 from sglang.srt.speculative.drafter import ComputedStep, Drafter, DrafterParts, ExtendedStep
+from sglang.srt.speculative.drafter_configs import NGRAM_NAME, PairConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_worker import EagleDrafter
 from sglang.srt.step.draft_shapes import TreeShape
@@ -78,13 +81,13 @@ class Compared(Drafter):
         self._layers = parts.options.capture.layers
         self._fed = torch.full((len(self._runner.kv_pool.kv[0]),), -1)
         self._num_cached: dict[int, int] = {}
-        self._without_drafts = set[int]()  # rows of requests that take none
+        self._without_drafts = set[int]()  # rows of requests that take none of the model
         self._scores: dict[int, torch.Tensor] = {}
         self._runner.checks.append(self._note)
         parts.runners.target.checks.append(self._note_target)
 
     def _note(self, batch: ForwardBatch) -> None:
-        assert self._without_drafts.isdisjoint(batch.rows.tolist()), "They take no drafts."
+        assert self._without_drafts.isdisjoint(batch.rows.tolist()), "They take no drafts of it."
         self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
 
     def _note_target(self, batch: ForwardBatch) -> None:
@@ -96,7 +99,8 @@ class Compared(Drafter):
         for new in batch.new_rows:
             self._num_cached[new.row] = new.num_committed
             self._without_drafts.discard(new.row)
-            if new.params.speculative.is_off:
+            choice = new.params.speculative
+            if choice.is_off or choice.drafter == NGRAM_NAME:
                 self._without_drafts.add(new.row)
 
     def _noted(self, steps: DraftSteps, drafts: EagleVerifyInput) -> EagleVerifyInput:
@@ -319,22 +323,27 @@ def compared(
     setup: Setup,
     policy: str = "fixed",
     tree: TreeShape | None = None,
-) -> Drafted:
-    """A scheduler over a target with a head whose drafts are compared."""
+    has_ngrams: bool = False,
+) -> tuple[Drafted, Compared]:
+    """A scheduler over a target with a head, and n-grams beside it or not, and the drafter of the
+    head, whose drafts are compared."""
     target, head = paths["target"], paths[kind]
     num_steps, name = (NUM_STEPS, COMPARED) if tree is None else (tree.depth, COMPARED_TREES)
     if kind == DFLASH:
         name = COMPARED_BLOCKS
     drafter = replace(eagle_config_for(target, head, kind, num_steps, policy, tree=tree), name=name)
+    if has_ngrams:
+        pair = PairConfig(drafter=drafter, ngrams=ngram_config(num_steps).options)
+        drafter = DrafterConfig("pair", pair)
     needs = drafter_needs(drafter)
     execution = make_execution(
         target, setup, CONTEXT, needs.max_rows, row_width=setup.row_width, capture=needs.capture
     )
     harness = Drafted(make_runners(execution, *drafter_models(drafter, execution)), drafter, setup)
-    made: Compared = harness.drafter
+    made: Compared = harness.drafter._model if has_ngrams else harness.drafter
     weights = load_file(target / "model.safetensors")
     made.reference = load_reference(target)
     oracle = BlockOracle if kind == DFLASH else Oracle
     made.oracle = oracle(head, weights[EMBEDDING], weights[OUTPUT_HEAD])
     made.oracle.num_tokens = len(made.oracle.tensors.get("lm_head.weight", weights[OUTPUT_HEAD]))
-    return harness
+    return harness, made

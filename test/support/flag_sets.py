@@ -33,7 +33,6 @@ WITHOUT_EFFECT = (
     "--speculative-draft-attention-backend triton",
     "--speculative-use-rejection-sampling",
     "--speculative-use-block-verification",
-    "--speculative-dflash-block-size 8",
     "--cuda-graph-max-bs 160",
     "--cuda-graph-bs 1 2 4",
     "--disable-cuda-graph-padding",
@@ -63,7 +62,7 @@ WITHOUT_EFFECT = (
     "--gpu-id-step 2",
 )
 REFUSED = (
-    "--dp 2",
+    "--pp 2",
     "--pp-size 2",
     "--ep 2",
     "--nnodes 2",

@@ -16,7 +16,7 @@ from sglang.srt.speculative.step_parts import part_of
 from sglang.srt.step.step_ops import NUM_READ, Q_LEN, Q_START, READ_START
 from sglang.srt.step.worker import NewRow
 
-OFF = Speculative(enabled=False)
+OFF, NGRAMS = Speculative(enabled=False), Speculative(drafter="ngram")
 CHOICES = (Speculative(), OFF, Speculative(max_drafts=1), Speculative(max_drafts=0))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.lookahead.contract import Planner, StepPlan
-from sglang.srt.lookahead.draft_rows import drafts_of_requests
+from sglang.srt.lookahead.draft_planner import drafts_of_requests
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import DRAFTERS

@@ -1,5 +1,5 @@
 """A simulated server with a head: requests come with prompts and end, steps take longer than their
-prices, and a `LookaheadPlanner` says how many drafts there are."""
+prices, and a `DraftPlanner` says how many drafts there are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.draft_rows import LeftOutRows
+from sglang.srt.lookahead.draft_planner import LeftOutRows
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import torch
 from policy_steps import drafted, drafting_step
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import plan_of_drafts
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import LengthOptions

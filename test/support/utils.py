@@ -18,9 +18,8 @@ from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength, LengthPolicy
-from sglang.srt.lookahead.mask_rows import MaskRows, MTPConfig
-from sglang.srt.lookahead.planner import LookaheadPlanner
-from sglang.srt.lookahead.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
+from sglang.srt.lookahead.mask_planner import MaskPlanner, MTPConfig
+from sglang.srt.lookahead.prompt_budget import PromptAllowance, PromptBudget
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.managers.scheduler import (
     NO_DEBUG,
@@ -54,6 +53,7 @@ from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
 from sglang.srt.speculative.debug_trace import DebugTrace
 from sglang.srt.speculative.drafter import PlannedDrafter
 from sglang.srt.speculative.mask_drafter import MaskDrafter
+from sglang.srt.step.price_table import StepShape
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
@@ -102,14 +102,15 @@ class Setup:
         return row_width(self.context_len, self.max_decode_rows, self.page_size)
 
 
-class RandomBudget:
+class RandomBudget(PromptBudget):
     """Another number of prompt tokens in every step, up to `most`."""
 
     def __init__(self, most: int, seed: int = 0) -> None:
+        super().__init__(most)
         self._random = random.Random(seed)
         self._most = most
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(self, decodes: StepShape, someone_streams: bool) -> PromptAllowance:
         return PromptAllowance(self._random.randint(1, self._most))
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -190,6 +191,7 @@ class SchedulerHarness:
                     preemption_threshold=setup.preemption_threshold,
                     retract_interval=setup.retract_interval,
                     splits_prompts=setup.splits_prompts,
+                    finds_shared_kv=True,
                 ),
                 max_queued_requests=setup.max_queued_requests,
                 schedule_conservativeness=1.0,
@@ -452,7 +454,7 @@ def make_mtp_worker(
     state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size, max_masks=max_masks)
     masks = load(runner.operations.masks)
     policy = policy or FixedLength(mask_parts(MTP_MAX_K))
-    planner = LookaheadPlanner(MaskRows(settings, state.num_rows), policy)
+    planner = MaskPlanner(settings, state.num_rows, policy)
     planned = PlannedDrafter(planner, MaskDrafter(state, settings, masks))
     on_step = None if trace is None else trace.launched
     return TpModelWorker(runner, state, (mask_token_id,), planned, on_step)

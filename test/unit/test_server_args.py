@@ -228,7 +228,7 @@ def test_a_launcher_may_change_flags_and_read_the_ranks() -> None:
     args = ServerArgs(model_path="m", host="[::1]", tp_size=1, node_rank=0, nnodes=1)
     args.host = args.host.strip("[]")
     assert (args.url(), args.node_rank, args.tp_size) == ("http://[::1]:30000", 0, 1)
-    with pytest.raises(ValueError, match=r"^dp_size=2: .*one server per device"):
+    with pytest.raises(ValueError, match=r"^dp_size=2: .*one server, and"):
         ServerArgs(model_path="m", dp_size=2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,7 @@ RENAMED = {
 }
 # Beginnings of tensors of NEXTN in a model's own files; DeepSeek and GLM number them on, see below.
 NATIVE_NAMES = ("mtp.", "model.mtp_layers.")
+LAYER = re.compile(r"layers\.(\d+)\.")
 NUMBERED_ON = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 # Parts of the names of a layer's tensors, and what no layer here has.
 MISSING = {
@@ -177,6 +178,19 @@ def names_of(kind: str, tensors: Iterable[str]) -> tuple[tuple[str, str], ...]:
     numbers = numbered_on(tensors) if kind == NEXTN else ()
     numbered = ((f"model.layers.{it}.", f"layers.{at}.") for at, it in enumerate(numbers))
     return (*numbered, *RENAMED[kind])
+
+
+def only_names(names: tuple[tuple[str, str], ...], tensors: Collection[str]) -> tuple[str, ...]:
+    """Returns the beginnings of the names of NEXTN's tensors in the files of a whole model; none
+    where it has files of its own."""
+    if "model.embed_tokens.weight" not in tensors:
+        return ()
+    return (*NATIVE_NAMES, *(name for name, _ in names if name.startswith("model.layers.")))
+
+
+def layer_numbers(names: Iterable[str]) -> list[int]:
+    """Returns the numbers of a head's layers, by the head's names of its tensors, ascending."""
+    return sorted({int(found[1]) for name in names if (found := LAYER.match(name))})
 
 
 def head_mark(entries: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from sglang.srt.model_config import ModelConfig
 BLOCK_SIZE, FROM_ANCHOR = "block_size", "sample_from_anchor"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MaskInput:
     """Describes what a head is fed in place of what is not known: of P-EAGLE (arXiv 2602.01469) a
     token and hidden states, of DFlash (arXiv 2602.06036) the tokens of a block but its first one.
@@ -19,14 +19,13 @@ class MaskInput:
         token_id: in place of the token.
         num_dims: of P-EAGLE's tensor `mask_hidden`, which is in place of the taps: [1, width], or
             [1, 1, width].
-        depths: how many drafts a head of P-EAGLE was trained for, in words of its config.json;
-            empty if that does not say it.
+        depths: drafts that a head of P-EAGLE was trained for; None: its config.json does not say.
         block_size: rows of a block of DFlash, with that of the certain token; None: P-EAGLE.
     """
 
     token_id: int
     num_dims: int = 0
-    depths: str = ""
+    depths: int | None = None
     block_size: int | None = None
 
 
@@ -59,9 +58,8 @@ def read_mask_input(
             " that it was trained with"
         )
     if not is_block:
-        depths = {name: config.integer(name, None, minimum=1) for name in MASK_DEPTHS}
-        words = " and ".join(f"{name} {count}" for name, count in depths.items() if count)
-        return MaskInput(token_id=token_id, num_dims=len(shape), depths=words)
+        depths = [count for name in MASK_DEPTHS if (count := config.integer(name, None, minimum=1))]
+        return MaskInput(token_id, len(shape), min(depths, default=None))
     block_size = config.integer(BLOCK_SIZE, None, minimum=2)
     if block_size is None:
         raise config.refusal(

@@ -150,7 +150,10 @@ def _layer_ids(
     is_list = isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
     if not is_list or len(ids) < least or ids != sorted(set(ids)):
         count = "two layers" if least == 2 else "one layer"
-        raise config.refusal(f"{name} must be at least {count} in ascending order, not {ids!r}")
+        raise config.refusal(
+            f"{name} must be at least {count} in ascending order, not {ids!r}; write those that it"
+            " was trained with"
+        )
     return tuple(ids)
 
 

@@ -12,6 +12,7 @@ from sglang.srt.model_files import weight_names
 
 Shapes = dict[str, tuple[int, ...]]
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
+FETCH = "use the files as they were published"
 
 
 def read_shapes(folder: Path) -> Shapes:
@@ -32,28 +33,30 @@ def read_shapes(folder: Path) -> Shapes:
     return shapes
 
 
-def vocabulary_problem(folder: Path, names: dict[str, str], vocab_size: int) -> str | None:
+def vocabulary_problem(folder: Path, names: dict[str, str], vocab_size: int) -> str:
     """Says how `d2t`, each draft token's distance to the target's, contradicts `t2d`, which marks
-    the target's tokens that the head has; None if it does not, or one of them is missing.
+    the target's tokens that the head has; empty if it does not, or one of them is missing.
 
     Args:
         names: in the files, of the tensors by the head's names.
     """
     if DRAFT_TO_TARGET not in names or TARGET_TO_DRAFT not in names:
-        return None
+        return ""
     d2t, t2d = (_read(folder, names[each]) for each in (DRAFT_TO_TARGET, TARGET_TO_DRAFT))
     if d2t is None or t2d is None or d2t.dtype.kind not in "iu" or t2d.dtype.kind != "b":
-        return None  # the loader names types and shapes
+        return ""  # the loader names types and shapes
     ids = d2t.ravel() + np.arange(d2t.size)
     if d2t.ndim != 1 or t2d.shape != (vocab_size,) or np.any((ids < 0) | (ids >= vocab_size)):
-        return None
+        return ""
     marked = np.flatnonzero(t2d)
     if np.array_equal(ids, marked):
-        return None
+        return ""
     if len(ids) != len(marked):
-        return f"d2t names {len(ids)} tokens of the target, but t2d marks {len(marked)}"
+        said = f"d2t names {len(ids)} tokens of the target, but t2d marks {len(marked)}"
+        return f"{said}; {FETCH}"
     first = int(np.flatnonzero(ids != marked)[0])
-    return f"d2t says token {ids[first]} of the target of draft token {first}, t2d {marked[first]}"
+    said = f"d2t says token {ids[first]} of the target of draft token {first}, t2d {marked[first]}"
+    return f"{said}; {FETCH}"
 
 
 def _files(folder: Path) -> list[Path]:

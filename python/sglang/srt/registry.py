@@ -138,7 +138,7 @@ DRAFTERS = Registry(
 LENGTH_POLICIES = Registry(
     "length policy",
     {
-        "adaptive": "sglang.srt.lookahead.ema_policy:AdaptiveController",
+        "adaptive": "sglang.srt.lookahead.ema:AdaptiveController",
         "fixed": "sglang.srt.lookahead.length_policy:FixedLength",
         "load_aware": "sglang.srt.lookahead.load_aware_drafts:LoadAwareDrafts",
         "load_aware_masks": "sglang.srt.lookahead.load_aware_masks:LoadAwareMasks",

@@ -28,6 +28,7 @@ from sglang.srt.version import __version__
 
 # An address to listen on for all, and the one by which this machine reaches itself then.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+SERVE = "sglang serve"
 
 
 @dataclass(kw_only=True)
@@ -342,18 +343,29 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
-def parse_cli(argv: list[str] | None = None, prog: str = "sglang serve") -> ServerArgs:
+def parse_cli(argv: list[str] | None = None, prog: str = SERVE) -> ServerArgs:
     """Parses a command line of the command `prog`.
 
     Raises:
         SystemExit: on a flag that is unknown or refused, or a value that its flag cannot have; the
             reason is printed.
     """
-    parser = SuggestingParser(prog=prog, epilog=flag_file.HELP + sglang_section(ServerArgs))
-    parser.add_argument("--version", action="version", version=f"sglang-adaptive {__version__}")
-    add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
+    parser = server_parser(prog)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])
+
+
+def server_parser(prog: str = SERVE) -> SuggestingParser:
+    """Makes a parser of all flags of a server. What is added later takes the place of a flag of
+    SGLang that is refused here."""
+    parser = SuggestingParser(
+        prog=prog,
+        epilog=flag_file.HELP + sglang_section(ServerArgs),
+        conflict_handler="resolve",
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-adaptive {__version__}")
+    add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
+    return parser
 
 
 prepare_server_args = parse_cli  # SGLang's name

@@ -237,11 +237,6 @@ _NO_EFFECT = (
         "speculative_use_rejection_sampling speculative_use_block_verification",
     ),
     Entry(
-        "a block has the rows that its head was trained with, by config.json;"
-        " --speculative-num-draft-tokens says how many are verified",
-        "speculative_dflash_block_size",
-    ),
-    Entry(
         "only DSPARK and variants of DFLASH read it, which are not here",
         "speculative_domino_candidate_pool_size speculative_dspark_block_size"
         " speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_sps_table_path"
@@ -272,8 +267,13 @@ _DETERMINISM = (
 
 _REFUSED = (
     Entry(
+        "leave it out: an Engine, or a server that a program starts, is one server, and on its"
+        " command line `sglang serve` starts several and a router (docs/scaling.md)",
+        "dp_size",
+    ),
+    Entry(
         _ONE_DEVICE,
-        "dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
+        "pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
         " moe_dp_size dwdp_size enable_prefill_cp use_ray",
     ),
     Entry(

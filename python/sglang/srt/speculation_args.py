@@ -40,6 +40,11 @@ class SpeculationArgs:
         None,
         "Tokens that a step verifies; of chains --speculative-num-steps + 1, of trees 8, NGRAM 12.",
     )
+    speculative_dflash_block_size: int | None = flag(
+        None,
+        "DFLASH: rows of a block, as the head was trained; another number is refused, and none is"
+        " needed.",
+    )
     speculative_token_map: str | None = flag(
         None,
         "File with the only token ids that the head drafts: a list in .json, or .safetensors with"

@@ -22,7 +22,8 @@ from benchmark.measure.long_prompts import CASES, Case
 from benchmark.random_model import GEOMETRIES, LLAMA_8B
 from benchmark.sse_client import StreamClient, StreamedAnswer, StreamError, last_event
 from priced_server import h100
-from sglang.srt.lookahead.prompt_budget import DecodeLoad, FixedBudget
+from sglang.srt.lookahead.prompt_budget import PromptBudget
+from sglang.srt.step.price_table import StepShape
 
 TINY = GEOMETRIES["tiny"]
 
@@ -277,12 +278,12 @@ def test_figures_of_streams_are_of_their_tokens_and_their_waits() -> None:
 
 
 def test_ways_to_bound_steps_are_what_their_names_say() -> None:
-    made = stream_bounds.budgets(["20", "together 20", "chunks 64"], 8192, h100(), FixedBudget(7))
+    made = stream_bounds.budgets(["20", "together 20", "chunks 64"], 8192, h100(), PromptBudget(7))
     switched = stream_bounds.SwitchedBudget(made)
     rooms = {}
     for name in made:
         switched.current = made[name]
-        allowance = switched.open(DecodeLoad(64, 64, 64, 6400, 6400), True)
+        allowance = switched.open(StepShape(64, 1, 64, 64, 6400, 6400), True)
         first = allowance.room_for(0, 5000)
         rooms[name] = first, allowance.room_for(0, 5000, comes_along=True)
     assert (rooms["default"], rooms["0"], rooms["chunks 64"]) == ((7, 7), (5000, 5000), (64, 64))

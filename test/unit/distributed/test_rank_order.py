@@ -23,8 +23,8 @@ from sglang.srt.distributed.group import RankGroup
 from sglang.srt.model_executor.measured_times import gpu_times_ms
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.processes.kept_prices import kept_or_measured
 from sglang.srt.shard import Shard
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 from sglang.srt.workers.tp_worker import TpModelWorker
 from thread_ranks import LoggedGroup, ThreadRanks
 from utils import (
@@ -82,7 +82,7 @@ class Priced:
             return now
 
         meter = PriceMeter(runners.target, 3, MTP_MAX_ROWS, clock)
-        prices = kept_or_measured(self._folder, runners.target, meter)
+        prices = TileSpecProfiler(self._folder, runners.target).target(meter)
         runners.target.prefer_cheaper_graphs(prices.graphs_ms)
         self.prices.append((prices.graphs_ms, prices.eager, prices.head, prices.spread))
         return make_mtp_worker(runners.target, MASK)

@@ -55,8 +55,9 @@ PLAN = StepPlan(
     draft_length=2,
     num_drafts=[0, 1],
     left_out=range(1),
+    without_model=[1],
     fed_again=[3],
-    budget=Budget(3, 8, Stakes(0.1, 0.2, True)),
+    budget=Budget(3, 8, Stakes(0.1, 0.2)),
 )
 
 

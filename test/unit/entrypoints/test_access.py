@@ -53,7 +53,8 @@ def test_an_odd_origin_is_no_crash(origin: str) -> None:
 @pytest.mark.parametrize("access", Access)
 @pytest.mark.parametrize("name", ["Authorization", "Host", "Origin", "Sec-Fetch-Site"])
 def test_a_header_that_decides_is_refused_if_it_comes_twice(access: Access, name: str) -> None:
-    """Whatever the two say, in either order, and with a value that alone would be let in."""
+    """Whatever the two say, in either order, and with a value that alone would be let in; but a key
+    may come twice, as routers send it."""
     right = {
         "Authorization": f"Bearer {ADMIN_KEY if access is ADMIN else USER_KEY}",
         "Host": "127.0.0.1:30000",
@@ -66,6 +67,9 @@ def test_a_header_that_decides_is_refused_if_it_comes_twice(access: Access, name
         more = name.lower().encode(), value
         for headers in ([*sent, more], [more, *sent]):
             refusal = refusal_of(rules_of(**BOTH), access, headers)
+            if name == "Authorization" and value == right[name].encode():
+                assert refusal is None
+                continue
             assert refusal is not None
             assert refusal.status_code == 400
             assert f"`{name}`" in refusal.message

@@ -28,10 +28,9 @@ from sglang.srt.lookahead.adaptive_config import (
     parse_adaptive_config,
     read_adaptive_config,
 )
-from sglang.srt.lookahead.ema import AdaptiveSpeculativeParams, next_steps
-from sglang.srt.lookahead.ema_policy import AdaptiveController
+from sglang.srt.lookahead.ema import AdaptiveController, AdaptiveSpeculativeParams, next_steps
 from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, LengthOptions, runtime_states
+from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, LengthOptions, RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from simulated_rounds import LAG
@@ -246,18 +245,18 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() 
     for max_requests in (1, 3, 13, *luck.sample(range(1, MAX_REQUESTS), 20)):
         starts = sorted(luck.sample(range(1, 161), luck.randint(1, 5)))
         adaptive = config_of({start: drawn_slot(luck) for start in starts})
-        options = LengthOptions(8, 0, adaptive)
+        options = RoundOptions(8, "load_aware", adaptive=adaptive)
         decode = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 4, 0)
         every = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 999, 32))
         sizes = {max_requests, *(each for each in every if each <= max_requests)}
-        for tier, state in runtime_states(range(9), adaptive, 1).items():
+        for tier, state in options.states.items():
             needed = set()
             for num_reqs in range(1, MAX_REQUESTS + 1):
                 served = max((each for each in starts if each <= num_reqs), default=starts[0])
                 [slot] = [each for each in adaptive.slots if each.min_batch_size == served]
                 may_have = tier in slot.candidate_steps
                 assert sum(num_reqs in sizes for sizes in state.batch_sizes) == may_have
-                assert (tier in (options.candidates(num_reqs) or ())) == may_have
+                assert (tier in (options.tier_options.candidates(num_reqs) or ())) == may_have
             keys = GraphKeys.of_draft_steps(max_requests, HIDDEN, max(1, tier), state.batch_sizes)
             for num_reqs in range(1, max_requests + 1):
                 size = decode.decode_size(num_reqs)
@@ -275,9 +274,9 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() 
             assert (state.speculative_num_steps, state.num_draft_steps) == (tier, max(0, tier - 1))
         assert decode.decode_size(max_requests + 1) == max_requests + 1, "no graph"
     assert GraphKeys(GraphSupport.NEVER, 8, 4).decode_size(3) == 3
-    assert all(
-        each.batch_sizes == ALL_BATCH_SIZES for each in runtime_states((0, 3), None, 1).values()
-    )
+    states = RoundOptions(3, "load_aware").states
+    assert len(states) == 4
+    assert all(each.batch_sizes == ALL_BATCH_SIZES for each in states.values())
 
 
 # ---------------------------------------------------------------- configurations
@@ -454,5 +453,5 @@ def test_whatever_a_file_says_is_read_or_refused_on_one_line(value: Any) -> None
 
 
 def test_it_loads_no_torch() -> None:
-    module = "sglang.srt.lookahead.ema"
+    module = "sglang.srt.lookahead.adaptive_config"
     assert not modules_that_load([module], HEAVY_MODULES, ROOT / "python")

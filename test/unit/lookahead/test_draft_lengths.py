@@ -21,6 +21,7 @@ from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
 from sglang.srt.lookahead.length_policy import FixedLength, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import (
     CONTEXT_STEPS,
+    FEED_SHARE,
     LEAST_GAIN,
     PROBE_SHARE,
     PROBE_STEPS,
@@ -129,6 +130,53 @@ def test_drafts_that_were_never_right_are_tried_again(num_plain: int) -> None:
     plain_ms = cost_ms(2, num_plain, 0)
     extra_ms = sum(cost_ms(2, num_plain, tier) - plain_ms for tier in probes)
     assert extra_ms <= (PROBE_SHARE * 2000 + PROBE_STEPS) * plain_ms
+
+
+@pytest.mark.parametrize(
+    ("policy_type", "can_rest"),
+    [(LoadAwareDrafts, False), (LoadAwareDrafts, True), (MatchedDrafts, False)],
+)
+def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
+    policy_type: type[LoadAwareDrafts | MatchedDrafts], can_rest: bool
+) -> None:
+    """Prices each step with its own prompts; a head that rests is fed before it drafts again."""
+    plain, fed = measured(can_rest=True), measured()
+    luck, options, num_probes = random.Random(0), LengthOptions(MOST), 0
+    feed_ms = plain.feed_ms if can_rest else None
+    for num_reqs, cycle in itertools.product(
+        (16, 60), ([0, 128], [0, 0, 512], [luck.choice([0, 64, 512]) for _ in range(13)])
+    ):
+        prices = measured(can_rest)
+        policy = policy_type(
+            PolicyParts(options=options, num_rows=60, rounds=prices, feed_ms=feed_ms)
+        )
+        tiers, net_ms, lacks_tokens = [0], 0.0, False
+        for prompts in itertools.islice(itertools.cycle(cycle), 160):
+            step = UpcomingStep(
+                Counter({DRAFTING: num_reqs}), 0, prompts, prompts, int(prompts > 0),
+                is_fed=not lacks_tokens,
+            )  # fmt: skip
+            with (
+                mock.patch.object(Stretches, "lengths", return_value=[1.0] * (1 + MOST)),
+                mock.patch.object(MatchedDrafts, "_lengths", return_value=[1.0] * (1 + MOST)),
+            ):
+                budget = policy.choose(step)
+            tiers.append(budget.limit - 1)
+            policy.observe(drafted(0, num_reqs, [0] * num_reqs, [0] * num_reqs))
+            rests = budget.rests and max(tiers[-2:]) == 0
+            lacks_tokens |= rests
+            num_rows = num_reqs * (1 + tiers[-2])
+            took = (plain if rests else fed).cost(num_reqs, tiers[-1], num_rows, prompts)
+            least = (plain if can_rest else fed).cost(num_reqs, 0, num_reqs, prompts)
+            net_ms += (PROBE_SHARE + FEED_SHARE * can_rest) * least.rows_ms
+            net_ms -= took.rows_ms - least.rows_ms
+        most_ms = fed.cost(num_reqs, 1, 2 * num_reqs, 512).rows_ms
+        more_ms = fed.cost(num_reqs, 0, num_reqs).rows_ms
+        more_ms -= plain.cost(num_reqs, 0, num_reqs).rows_ms
+        saved_ms = PROBE_STEPS * most_ms + can_rest * (CONTEXT_STEPS + REST_AFTER) * more_ms
+        assert -net_ms < saved_ms, (num_reqs, cycle)
+        num_probes += sum(tier > 0 for tier in tiers)
+    assert num_probes > 10
 
 
 def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from policy_steps import mask_parts
 from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.lookahead.length_policy import FixedLength
-from sglang.srt.lookahead.mask_rows import MaskRows, MTPConfig
-from sglang.srt.lookahead.planner import LookaheadPlanner
+from sglang.srt.lookahead.mask_planner import MaskPlanner, MTPConfig
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import BatchRequest, NewRow, ScheduleBatch
 
 MAX_K = 4
@@ -37,7 +38,7 @@ class Limits(FixedLength):
 def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     """Gives plans of steps of the same requests, without their tiers."""
     config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
-    planner = LookaheadPlanner(MaskRows(config, len(PROMPTS)), Limits(*limits))
+    planner = MaskPlanner(config, len(PROMPTS), Limits(*limits))
     rows, tokens = list(range(len(PROMPTS))), np.arange(5, dtype=np.int32)
     planner.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
     requests = [BatchRequest(row, 20, PROMPTS[row], kv_len_before=20) for row in rows]
@@ -55,3 +56,20 @@ def test_a_step_without_look_ahead_is_planned_as_that_of_plain_requests(
     assert first.wants_probs
     assert after.counts.q_lens == [5, 2, 2]
     assert last == plain
+
+
+def test_rows_that_unverified_requests_may_leave_are_read_by_others() -> None:
+    """Unverified requests may have fewer pending tokens than the host expects. The device gives
+    their rows to verified ones, of which it reads all."""
+    config = MTPConfig(mask_token_id=9, max_k=4, packs_rows=True)
+    policy = FixedLength(mask_parts(4))
+    planner = MaskPlanner(config, 2, policy)
+    tokens = np.arange(5, dtype=np.int32)
+    for row, verify in enumerate((False, True)):
+        params = SamplingParams(mtp_enabled=True, mtp_k=4, mtp_verify=verify)
+        planner.admit([NewRow(row, 0, tokens, params, seed=0)])
+    planner.plan(ScheduleBatch([BatchRequest(row, 20, 5, kv_len_before=0) for row in range(2)]))
+    with mock.patch.object(policy, "choose", return_value=Budget(4, num_rows=2)):
+        counts = planner.plan(ScheduleBatch([BatchRequest(row, 20) for row in range(2)])).counts
+    assert (counts.q_lens, counts.num_read) == ([7, 7], [4, 7])
+    assert counts.packed == PackedSize(7 + 2, 4 + 2 + 3)

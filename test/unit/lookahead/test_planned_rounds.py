@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +11,6 @@ import pytest
 from served_rounds import MAX_DRAFTS, Load, ServedRounds, SomeLeftOut, batch_of, parts_of
 from sglang.srt.lookahead import load_aware_drafts
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.lookahead.draft_rows import DraftRows
 from sglang.srt.lookahead.load_aware_drafts import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
@@ -102,17 +101,13 @@ def params_of(**choice: Any) -> SamplingParams:
 
 def test_a_policy_is_asked_for_those_who_take_drafts() -> None:
     planner = planner_of_rounds(RoundOptions(3), parts_of(4), None)
-    rows = cast(DraftRows, planner.rows)
     choices = [params_of(), params_of(enabled=False), params_of(max_drafts=1), params_of()]
-    assert rows.step_width(choices[1]) == PLAIN_WIDTH
-    widths = {rows.step_width(choices[place]) for place in (0, 2)}
-    assert len(widths) == 1
-    assert PLAIN_WIDTH not in widths
+    assert planner.step_width(choices[1]) == PLAIN_WIDTH
+    assert planner.step_width(choices[0]) == planner.step_width(choices[2]) != PLAIN_WIDTH
     tokens: Any = [1, 2]
     planner.admit([NewRow(row, 0, tokens, params, 0) for row, params in enumerate(choices)])
-    requests = [
-        BatchRequest(row, rows.step_width(params).decode_rows) for row, params in enumerate(choices)
-    ]
+    widths = [planner.step_width(params).decode_rows for params in choices]
+    requests = [BatchRequest(row, width) for row, width in enumerate(widths)]
     with mock.patch.object(planner.policy, "choose", wraps=planner.policy.choose) as asked:
         plan = planner.plan(ScheduleBatch(requests))
         [upcoming] = asked.call_args.args
@@ -127,5 +122,6 @@ def test_a_policy_is_asked_for_those_who_take_drafts() -> None:
     assert alone.rests
     assert alone.is_plain
     result = HostResult([[1]], [1], [1])
-    outcome = rows.outcome(StepRecord(rows=[1], plan=alone), result)
-    assert list(outcome.num_tried) == [1]
+    with mock.patch.object(planner.policy, "observe") as told:
+        planner.observe(StepRecord(rows=[1], plan=alone), result)
+    assert list(told.call_args.args[0].num_tried) == [1]

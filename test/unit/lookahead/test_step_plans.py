@@ -20,7 +20,8 @@ from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.planner import LookaheadPlanner
+from sglang.srt.lookahead.draft_planner import DraftPlanner
+from sglang.srt.lookahead.mask_planner import MaskPlanner
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
@@ -48,7 +49,8 @@ def through_bytes() -> Iterator[list[StepPlan]]:
 
         return planned
 
-    with mock.patch.object(LookaheadPlanner, "plan", sent(LookaheadPlanner.plan)):
+    of_drafts = mock.patch.object(DraftPlanner, "plan", sent(DraftPlanner.plan))
+    with of_drafts, mock.patch.object(MaskPlanner, "plan", sent(MaskPlanner.plan)):
         yield arrived
 
 

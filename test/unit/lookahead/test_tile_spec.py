@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead import tile_spec as tile_spec_module
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.cut import Calibration
-from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import plan_of_drafts
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.control.pause import PauseController
 from sglang.srt.layers.logit_adjustments import LogitAdjustments, RowAdjustments
-from sglang.srt.lookahead.mask_rows import MaskRows
+from sglang.srt.lookahead.mask_planner import MaskPlanner
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.requests import FinishReason
@@ -122,15 +122,15 @@ def leaves_biases_in_a_row(patch: Patch) -> None:
 
 
 def leaves_thresholds_in_a_row(patch: Patch) -> None:
-    initialize = MaskRows.admit
+    initialize = MaskPlanner.admit
 
-    def without_thresholds(self: MaskRows, new_rows: list[NewRow]) -> None:
+    def without_thresholds(self: MaskPlanner, new_rows: list[NewRow]) -> None:
         kept = self.thresholds.clone()
         initialize(self, new_rows)
         if len(new_rows) > 1:
             self.thresholds.copy_(kept)
 
-    patch.setattr(MaskRows, "admit", without_thresholds)
+    patch.setattr(MaskPlanner, "admit", without_thresholds)
 
 
 def draws_another_seed_after_a_retraction(patch: Patch) -> None:

@@ -18,6 +18,7 @@ import torch
 from priced_server import STEP_MS, curve
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
+from sglang.srt.model_executor import price_measurement
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.measured_times import Launch, gpu_times_ms, shown, timed_passes
 from sglang.srt.model_executor.model_runner import ForwardResult
@@ -146,10 +147,14 @@ def measured_graphs(
     model = SimpleNamespace(hidden_width=0)
     runner: Any = SimpleNamespace(req_to_token_pool=pool, model=model, ranks=None)
     meter = PriceMeter(runner, 128, 1)
-    meter._is_cpu = False
-    replays = mock.patch.object(meter, "_replay", lambda key: lambda: gpu.launch(took_ms(key)))
+    meter.is_cpu = False
+
+    def graph_ms(key: GraphKey, repeats: int) -> float:
+        return min(gpu_times_ms(lambda: gpu.launch(took_ms(key)), repeats, float))
+
+    replays = mock.patch.object(meter, "graph_ms", graph_ms)
     with replays, mock.patch("torch.cuda.Event", gpu.event):
-        return meter._graphs([key for key in keys.all if key.tag == MIXED])
+        return meter.graphs_ms([key for key in keys.all if key.tag == MIXED])
 
 
 @pytest.mark.parametrize("start_ms", range(200, 2000, 300))
@@ -260,12 +265,17 @@ def test_rows_and_attention_of_prompts_are_told_apart(
 
     with mock.patch.object(runner, "forward", forward):
         meter = PriceMeter(runner, 4, 1, clock=lambda: now)
-        meter._is_cpu = is_cpu
+        meter.is_cpu = is_cpu
 
-        def times_ms(launch: Launch, repeats: int) -> list[float]:
-            return [meter._once_ms(launch) for _ in range(repeats)]
+        def once_ms(launch: Launch) -> float:
+            start = now
+            launch()
+            return (now - start) * 1e3
 
-        with mock.patch.object(meter, "_times_ms", times_ms):
+        def times_ms(launch: Launch, repeats: int, agree: object) -> list[float]:
+            return [once_ms(launch) for _ in range(repeats)]
+
+        with mock.patch.object(price_measurement, "gpu_times_ms", times_ms):
             table = meter.measure()
     for num_rows in (1500, *(512, 128) * (not is_cpu), 64, *(8,) * is_cpu):
         if num_rows <= table.prompt_kv_ms.sizes[-1]:
@@ -295,10 +305,10 @@ def test_steps_that_replay_no_graph_are_measured_up_to_the_largest(
     runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
     runner.max_prompt_rows = max_prompt_rows
     meter = PriceMeter(runner, max_requests, 15)
-    meter._is_cpu = False
-    assert meter._eager_rows()[-len(expected) :] == expected
+    meter.is_cpu = False
+    assert meter.eager_rows()[-len(expected) :] == expected
     with mock.patch.object(type(runner), "graph_keys", GraphKeys(GraphSupport.RAGGED_Q, 8, 1, 64)):
-        assert meter._eager_rows() == expected
+        assert meter.eager_rows() == expected
 
 
 @pytest.mark.parametrize(("max_width", "tags"), [(1, {MIXED}), (3, {DECODE, MIXED, RAGGED})])

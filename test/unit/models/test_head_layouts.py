@@ -3,6 +3,7 @@ or is refused by name; ids of layers in either convention are told apart."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from safetensors.torch import load_file, save_file
 
 from block_heads import BLOCK_CASES, INPUTS, BlockCase, BlockOracle, write_block_head
 from block_heads import IDS as BLOCK_IDS
+from code_shape import ROOT
 from draft_heads import DFLASH, EAGLE, EAGLE3, FILE, Oracle, write_eagle, write_eagle3
 from head_feeding import make_pair, run_a_round, run_blocks
 from head_layouts import CASES, IDS, SPECULATORS, HeadCase
 from sglang.srt.head_config import load_head_config
+from sglang.srt.head_layouts import ARCHITECTURES, NEXTN, SPECULATORS_TYPES
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
 from utils import make_random_llama
 
 torch.set_num_threads(1)
+REMEDY = re.compile(r"; (use|write|remove|name) | must be an integer of at least ")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,21 @@ def test_a_published_layout_of_blocks_equals_the_oracle(
     pair.oracle = BlockOracle(tmp_path, right.embedding, right.output, case.facts, tensors)
     run_blocks(pair)
     assert head.taps.layers == case.taps
+
+
+def test_the_page_names_each_layout_as_the_tables_have_it() -> None:
+    """Those that load in its table, those that do not behind it, and no class that is unknown."""
+    page = (ROOT / "docs/speculation.md").read_text(encoding="utf-8")
+    section, nextn = page.split("## Heads that load\n")[1].split("## Layers of the model itself")
+    table, text = section.split("In all of them tensors")
+    nextn = nextn.split("## Trees")[0]
+    for name, layout in {**ARCHITECTURES, **SPECULATORS_TYPES}.items():
+        if layout.problem:
+            assert layout.maker in text.split("These are refused by name")[1], name
+        elif name != NEXTN:
+            assert f"`{name}`" in (nextn if layout.kind == NEXTN else table), name
+    classes = re.findall(r"`(\w*(?:ForCausalLM|Model)\w*)`", table)
+    assert set(classes) <= ARCHITECTURES.keys()
 
 
 # --- refused by name -----------------------------------------------------------------------------
@@ -200,6 +219,7 @@ def refusal(folder: Path, target: ModelConfig, kind: str = EAGLE3) -> str:
     assert str(folder) in message
     assert "\n" not in message
     assert len(message) - len(str(folder)) < 400
+    assert REMEDY.search(message), message
     return message
 
 
@@ -285,8 +305,8 @@ def test_the_summary_says_how_many_drafts_a_head_of_mask_tokens_was_trained_for(
         folder = write_eagle3(tmp_path / name, mask_token_id=7, **entries)
         return load_head_config(str(folder), EAGLE3, target).remark
 
-    assert ", trained with num_depths 8" in remark("speculators", num_depths=8)
-    assert ", trained with para_num 4" in remark("flat", para_num=4)
+    assert ", trained for 8 drafts" in remark("speculators", num_depths=8)
+    assert ", trained for 4 drafts" in remark("flat", para_num=4)
     assert "trained" not in remark("silent")
     with pytest.raises(ModelPathError, match="num_depths must be an integer of at least 1"):
         remark("wrong", num_depths=0)

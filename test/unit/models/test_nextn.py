@@ -196,5 +196,5 @@ def test_a_layer_of_a_family_that_is_not_here_is_refused_by_name(
 
 
 def test_a_model_without_such_a_layer_says_so(target: Path) -> None:
-    with pytest.raises(ModelPathError, match="no layer of its own for multi-token prediction"):
+    with pytest.raises(ModelPathError, match="the files have no layer for multi-token prediction"):
         load_head_config(str(target), NEXTN, load_model_config(str(target)))

@@ -15,7 +15,7 @@ from sglang.srt.environ import Environ
 from sglang.srt.flag_values import flags_of
 from sglang.srt.host import Host
 from sglang.srt.layers.forward_options import HiddenCapture
-from sglang.srt.lookahead.prompt_budget import BoundedBudget
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
@@ -55,6 +55,7 @@ from sglang.srt.registry import (
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
+from sglang.srt.step.price_table import StepShape
 from utils import make_random_llama
 
 GIB = 1 << 30
@@ -333,6 +334,12 @@ def test_a_bound_needs_chunks_that_may_change(model: ModelConfig, chunk: int) ->
     assert "--chunked-prefill-size auto" in message
 
 
+def is_bounded(budget: PromptBudget) -> bool:
+    allowance = budget.open(StepShape(1, 1, 1, 1), True)
+    allowance.take(0, 1)
+    return allowance.price_ms is not None
+
+
 @pytest.mark.parametrize(
     ("flags", "measures", "bounds"),
     [
@@ -353,12 +360,12 @@ def test_prices_are_measured_where_something_goes_by_them(
     config = resolved(model, **flags)
     prices = measure_prices(config, make_runners(config.execution).target)
     assert (prices is not None) is measures
-    assert isinstance(make_prompt_budget(config, prices), BoundedBudget) is bounds
+    assert is_bounded(make_prompt_budget(config, prices)) is bounds
     for fixed_k in (False, True):
         config = resolved(mtp_model, environ=Environ(mtp_fixed_k=fixed_k), **flags)
         prices = measure_prices(config, make_runners(config.execution).target)
         assert (prices is not None) is (measures or not fixed_k)
-        assert isinstance(make_prompt_budget(config, prices), BoundedBudget) is bounds
+        assert is_bounded(make_prompt_budget(config, prices)) is bounds
 
 
 def test_chunks_of_minus_1_split_no_prompt(model: ModelConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from block_heads import write_block_head
-from draft_heads import BLOCK_SIZE, DFLASH, EAGLE, EAGLE3, write_eagle, write_eagle3
+from draft_heads import BLOCK_SIZE, DFLASH, EAGLE, EAGLE3, write_eagle, write_eagle3, write_p_eagle
 from sglang.srt.environ import Environ
 from sglang.srt.flag_values import as_flag, flags_of, value_type
 from sglang.srt.layers.forward_options import HiddenCapture
@@ -120,6 +120,7 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
         ({}, 5, (1, 2, 3, 4, 5)),
         ({"num_steps": 2, "load_aware": "off"}, 2, (2,)),
         ({"num_draft_tokens": 6, "load_aware": "off"}, 5, (5,)),
+        ({"dflash_block_size": 6, "load_aware": "off"}, 5, (5,)),
         ({"adaptive": True, "num_steps": 2}, 5, (1, 2, 3, 4, 5)),
     ],
 )
@@ -146,6 +147,7 @@ def test_a_head_of_blocks_drafts_any_number_of_its_rows(
         ({"num_draft_tokens": 7}, "num-draft-tokens 7 drafts 6 tokens, but the head's blocks"),
         ({"adaptive": True, "adaptive_config": "aggressive"}, "the head's blocks have 5"),
         ({"eagle_topk": 2}, "leave it out: a block is a chain"),
+        ({"dflash_block_size": 5}, "is not 6, the rows of a block that the head was trained for"),
         ({"algorithm": "EAGLE3"}, "use --speculative-algorithm DFLASH"),
     ],
 )
@@ -154,6 +156,17 @@ def test_what_a_block_cannot_have_is_refused(
 ) -> None:
     head = str(write_block_head(tmp_path))
     assert said in refusal(target, **{"algorithm": "DFLASH", "draft_model_path": head, **flags})
+
+
+@pytest.mark.parametrize(("num_steps", "warns"), [(4, False), (5, True)])
+def test_more_drafts_than_a_head_of_mask_tokens_was_trained_for_get_a_warning(
+    target: Path, tmp_path: Path, num_steps: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = str(write_p_eagle(tmp_path, num_depths=4))
+    resolved(target, algorithm="EAGLE3", draft_model_path=head, num_steps=num_steps)
+    said = "was trained for 4 drafts, and of 5 those behind them are seldom right"
+    assert (said in caplog.text) == warns
+    assert ("--speculative-num-steps 4 would keep to them" in caplog.text) == warns
 
 
 def test_a_head_may_be_left_out_where_attention_reads_where_its_kv_starts(
@@ -205,6 +218,7 @@ TAKERS = {  # of flags that not every algorithm takes
     "speculative_adaptive_strategy": HEADS | {"STANDALONE"},
     "speculative_eagle_topk": HEADS - {"DFLASH"},
     "speculative_token_map": HEADS,
+    "speculative_dflash_block_size": {"DFLASH"},
 }
 ALL = HEADS | NGRAM | {"STANDALONE"}
 SWITCHES = ("speculative_adaptive", "tile_spec")

@@ -12,13 +12,11 @@ from sglang.srt.layers.forward_batch import DECODE, MIXED, GraphKey
 from sglang.srt.lookahead.prompt_budget import (
     MAX_EXCESS,
     MIN_PROMPT_TOKENS,
+    NO_DECODES,
     PRICE_MARGIN,
     ROW_TILE,
     SHARE_OF_OTHERS,
-    BoundedBudget,
-    DecodeLoad,
-    FixedBudget,
-    make_budget,
+    PromptBudget,
 )
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape, no_graphs
@@ -59,15 +57,15 @@ DEARER_FOR_LESS = PriceTable(
 TABLES = {"gpu": GPU, "cpu": CPU, "dearer for less": DEARER_FOR_LESS}
 
 
-def bounded(prices: PriceTable, max_ms: float) -> BoundedBudget:
+def bounded(prices: PriceTable, max_ms: float) -> PromptBudget:
     """A budget that has seen no step yet, so that prices are taken as they are."""
-    return BoundedBudget(LARGEST, prices, max_ms * PRICE_MARGIN)
+    return PromptBudget(LARGEST, prices, max_ms * PRICE_MARGIN)
 
 
 class Step:
     """The oracle: a step that is priced as a whole."""
 
-    def __init__(self, prices: PriceTable, decodes: DecodeLoad) -> None:
+    def __init__(self, prices: PriceTable, decodes: StepShape) -> None:
         self.prices = prices
         self.decodes = decodes
         self.prompts: list[tuple[int, int, int]] = []
@@ -89,10 +87,10 @@ class Step:
         )
 
 
-def draw_decodes(rng: random.Random) -> DecodeLoad:
+def draw_decodes(rng: random.Random) -> StepShape:
     num_reqs, width = rng.choice([1, 3, 8, 64, 120]), rng.choice([1, 1, 3, 15])
     kv_tokens = num_reqs * rng.choice([10, 1000, 5000])
-    return DecodeLoad(num_reqs, num_reqs * width, num_reqs * width, kv_tokens, width * kv_tokens)
+    return StepShape(num_reqs, 1, num_reqs * width, num_reqs * width, kv_tokens, width * kv_tokens)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -103,7 +101,7 @@ def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name:
     rng = random.Random(name)
     for number in range(45):
         max_ms = rng.choice([0.1, 6.0, 8.0, 11.0, 15.0, 25.0, 40.0, 90.0])
-        decodes = DecodeLoad() if number % 8 == 0 else draw_decodes(rng)
+        decodes = NO_DECODES if number % 8 == 0 else draw_decodes(rng)
         allowance = bounded(prices, max_ms).open(decodes, True)
         step, num_taken = Step(prices, decodes), 0
         decodes_ms = step.ms_with()
@@ -153,22 +151,37 @@ def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None
     assert num_rows + best < sizes[sizes.index(num_rows + room) + 1]
 
 
+def test_a_smaller_graph_is_filled_where_attention_leaves_the_next_one_nearly_empty() -> None:
+    """Of 299 tokens in 29 ms, or 256 in 17.7 ms, the latter are more per millisecond."""
+    small, large = (GraphKey(MIXED, 9, 1, rows) for rows in (256, 512))
+
+    def find(num_reqs: int, widest: int, num_rows: int) -> GraphKey:
+        return small if num_rows <= 256 else large
+
+    costs_ms, kv_ms = {small: 10.0, large: 20.0}, Curve((1, 512), (1e-6, 512e-6))
+    nothing = Curve((1,), (0.0,))
+    prices = PriceTable(find, costs_ms, Curve((1024,), (99.0,)), nothing, prompt_kv_ms=kv_ms)
+    for max_ms, expected in ((29.0, 256), (32.5, 400), (31.9, 256), (17.0, 232)):
+        allowance = bounded(prices, max_ms).open(StepShape(1, 1, 0, 0), True)
+        assert allowance.room_for(30_000, 400) == expected, max_ms
+
+
 def test_without_a_bound_or_without_prices_every_step_gets_the_largest_chunk() -> None:
-    busy = DecodeLoad(64, 960, 960, 10**6, 10**7)
-    for budget in (make_budget(777, 0.0, GPU), make_budget(777, 40.0, None)):
+    busy = StepShape(64, 1, 960, 960, 10**6, 10**7)
+    for budget in (PromptBudget(777, GPU, 0.0), PromptBudget(777, None, 40.0)):
         assert budget.open(busy, True).room_for(10**6, 10**6) == 777
-        assert budget.open(DecodeLoad(), True).room_for(0, 10**6) == 777
-    assert make_budget(777, 40.0, GPU).open(busy, True).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS
+        assert budget.open(NO_DECODES, True).room_for(0, 10**6) == 777
+    assert PromptBudget(777, GPU, 40.0).open(busy, True).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("slowness", [0.8, 1.0, 1.3, 1.9])
 def test_steps_that_take_longer_than_their_price_keep_the_bound_too(slowness: float) -> None:
     """A device of which the clock falls after a while."""
-    budget, rng = BoundedBudget(LARGEST, GPU, 40.0), random.Random(0)
+    budget, rng = PromptBudget(LARGEST, GPU, 40.0), random.Random(0)
     took, position = list[float](), 0
     for number in range(120):
         is_slow = 20 <= number < 80
-        decodes = DecodeLoad(64, 64, 64, 64 * 200, 64 * 200)
+        decodes = StepShape(64, 1, 64, 64, 64 * 200, 64 * 200)
         allowance = budget.open(decodes, True)
         count = allowance.room_for(position, 1 << 20)
         allowance.take(position, count)
@@ -183,16 +196,16 @@ def test_steps_that_take_longer_than_their_price_keep_the_bound_too(slowness: fl
 
 
 def test_one_step_that_met_a_disturbance_does_not_starve_prompts() -> None:
-    budget = BoundedBudget(LARGEST, GPU, 40.0)
+    budget = PromptBudget(LARGEST, GPU, 40.0)
     budget.observe(30.0, 3000.0)
-    allowance = budget.open(DecodeLoad(64, 64, 64), True)
+    allowance = budget.open(StepShape(64, 1, 64, 64), True)
     allowance.take(0, allowance.room_for(0, LARGEST))
     assert allowance.price_ms is not None
     assert allowance.price_ms >= 0.8 * 40.0 / MAX_EXCESS
 
 
 def test_without_a_bound_nothing_has_a_price() -> None:
-    allowance = FixedBudget(512).open(DecodeLoad(1, 1, 1), True)
+    allowance = PromptBudget(512).open(StepShape(1, 1, 1, 1), True)
     allowance.take(0, allowance.room_for(0, 600))
     assert (allowance.num_taken, allowance.price_ms) == (512, None)
-    assert bounded(GPU, 40.0).open(DecodeLoad(1, 1, 1), True).price_ms is None, "No prompt."
+    assert bounded(GPU, 40.0).open(StepShape(1, 1, 1, 1), True).price_ms is None, "No prompt."

@@ -13,7 +13,7 @@ from sglang.srt.lookahead.prompt_budget import (
     MIN_EXCESS,
     MIN_PROMPT_TOKENS,
     PRICE_MARGIN,
-    BoundedBudget,
+    PromptBudget,
 )
 from sglang.srt.scheduling.batch_planner import MAX_PASSED
 from sglang.srt.scheduling.step_builder import ENDING_SHARE
@@ -235,7 +235,7 @@ def test_a_step_with_decodes_stays_within_its_bound() -> None:
         setup = Setup(
             num_pages=6000,
             context_len=2000,
-            make_budget=partial(BoundedBudget, 1000, prices, max_ms),
+            make_budget=partial(PromptBudget, 1000, prices, max_ms),
             use_radix_cache=False,
         )
         harness = Watched(setup, kind)
@@ -294,7 +294,7 @@ def test_a_bound_for_streams_holds_from_the_arrival_of_one_to_the_end_of_the_las
         num_pages=9000,
         context_len=2000,
         max_running_requests=4,
-        make_budget=partial(BoundedBudget, 1000, prices, 300, for_streams_alone),
+        make_budget=partial(PromptBudget, 1000, prices, 300, for_streams_alone),
     )
     harness, rng, streams = Watched(setup), random.Random(0), set[int]()
     seen = {(is_bound, someone): 0 for is_bound in (True, False) for someone in (True, False)}

@@ -15,16 +15,15 @@ from sglang.benchmark.metrics import percentile
 from sglang.srt.lookahead.prompt_budget import (
     MIN_PROMPT_TOKENS,
     SHARE_OF_OTHERS,
-    BoundedBudget,
-    FixedBudget,
+    PromptBudget,
 )
 
 MAX_CHUNK, BOUND_MS, MAX_GAP_RATIO = 8192, 30.0, 1.2
 PRICES = h100()
 
 
-def bounded(bound_ms: float = BOUND_MS, share: float = SHARE_OF_OTHERS) -> BoundedBudget:
-    return BoundedBudget(MAX_CHUNK, PRICES, bound_ms, True, share)
+def bounded(bound_ms: float = BOUND_MS, share: float = SHARE_OF_OTHERS) -> PromptBudget:
+    return PromptBudget(MAX_CHUNK, PRICES, bound_ms, True, share)
 
 
 def gap_p99_ms(told: list[Told]) -> float:
@@ -47,7 +46,7 @@ class Loop:
     deviation: float
 
 
-def run_loop(budget: BoundedBudget, ask: Ask, num_clients: int) -> Loop:
+def run_loop(budget: PromptBudget, ask: Ask, num_clients: int) -> Loop:
     server = PricedServer(budget, noisy(1.08))
     server.closed_loop([ask] * 6 * num_clients, num_clients)
     server.serve()
@@ -129,7 +128,7 @@ def mixture(server: PricedServer, seed: int) -> None:
 
 def test_nobody_starves_in_a_mixture_and_gaps_keep_to_the_bound() -> None:
     server = PricedServer(bounded(), noisy(1.1, width=0.03), max_running=48)
-    unbounded = PricedServer(FixedBudget(MAX_CHUNK), noisy(1.1, width=0.03), max_running=48)
+    unbounded = PricedServer(PromptBudget(MAX_CHUNK), noisy(1.1, width=0.03), max_running=48)
     for each in (server, unbounded):
         mixture(each, 0)
         each.serve()
@@ -156,7 +155,7 @@ def test_lists_take_the_steps_that_they_take_without_a_bound() -> None:
         for number in range(40):
             server.send(0.1 * (number % 3), Ask(900, 30 + number, streams=False))
 
-    without = fed(PricedServer(FixedBudget(MAX_CHUNK)), send)
+    without = fed(PricedServer(PromptBudget(MAX_CHUNK)), send)
     assert fed(PricedServer(bounded()), send) == without
     assert max(step.took_ms for step in without if step.num_decodes) > 3 * BOUND_MS
 
@@ -174,7 +173,7 @@ def test_a_list_beside_a_stream_waits_as_long_as_bounded_steps_take() -> None:
         lists = [each for each in server.told.values() if not each.ask.streams]
         return max(each.times_s[-1] for each in lists)
 
-    alone = send(PricedServer(FixedBudget(MAX_CHUNK)), 0)
+    alone = send(PricedServer(PromptBudget(MAX_CHUNK)), 0)
     server = PricedServer(bounded())
     beside = send(server, 300)
     assert alone < beside < 1.3 * alone

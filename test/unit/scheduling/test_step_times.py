@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker
-from sglang.srt.lookahead.prompt_budget import DecodeLoad, PromptAllowance
+from sglang.srt.lookahead.prompt_budget import PromptAllowance, PromptBudget
 from sglang.srt.messages.control import ContinueGenerationReq, PauseGenerationReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.scheduling.step_times import StepTimes
+from sglang.srt.step.price_table import StepShape
 from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 from utils import SchedulerHarness, Setup
 
@@ -104,14 +105,15 @@ class PricedAllowance(PromptAllowance):
         return STEP_MS + TOKEN_MS * self.num_taken if self.num_taken else None
 
 
-class ListeningBudget:
+class ListeningBudget(PromptBudget):
     """Prices of steps as `ExactWorker` takes them, and what was observed of these."""
 
     def __init__(self) -> None:
+        super().__init__(40)
         self.observed: list[tuple[float, float]] = []
         self._random = random.Random(0)
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(self, decodes: StepShape, someone_streams: bool) -> PromptAllowance:
         return PricedAllowance(self._random.randint(1, 40))
 
     def observe(self, price_ms: float, took_ms: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.draft_rows import drafts_of_requests
+from sglang.srt.lookahead.draft_planner import drafts_of_requests
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import ExtendedStep

@@ -16,7 +16,7 @@ from draft_heads import BLOCK_SIZE, DFLASH, EAGLE, EAGLE3, FILE, P_EAGLE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
-from request_choices import OFF, choose_in_turn
+from request_choices import NGRAMS, OFF, choose_in_turn
 from sglang.srt.sampling.sampling_params import Speculative
 from sglang.srt.step.draft_shapes import TreeShape
 from utils import Setup
@@ -81,9 +81,9 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
         context_len=CONTEXT,
         max_decode_rows=1 + NUM_STEPS + BLOCK_SIZE,
     )
-    harness = compared(paths, kind, setup, policy)
+    harness, drafter = compared(paths, kind, setup, policy)
     serve_twice(harness)
-    seen = harness.drafter.seen
+    seen = drafter.seen
     assert seen["compared"] > (100 if policy == "fixed" else 50), seen
     assert seen["confirmed"] > 20, seen
     assert seen["rejected"] > 20, seen
@@ -117,9 +117,9 @@ def test_tokens_whose_keys_are_zero_are_not_taken_for_left_out(
         context_len=CONTEXT,
         max_decode_rows=2 * NUM_STEPS,
     )
-    harness = compared({**paths, EAGLE3: head}, EAGLE3, setup, RESTING)
+    harness, drafter = compared({**paths, EAGLE3: head}, EAGLE3, setup, RESTING)
     serve_twice(harness)
-    seen = harness.drafter.seen
+    seen = drafter.seen
     assert seen["behind cached"] > 20, seen
     assert seen["behind cached ones left out"] > 4, seen
 
@@ -152,9 +152,9 @@ def test_trees_are_what_beams_over_the_true_sequence_find(
         context_len=CONTEXT,
         max_decode_rows=1 + shape.num_drafts + shape.num_slots,
     )
-    harness = compared(paths, kind, setup, tree=shape)
+    harness, drafter = compared(paths, kind, setup, tree=shape)
     serve_twice(harness)
-    seen = harness.drafter.seen
+    seen = drafter.seen
     assert seen["short"] == 0, seen
     assert seen["compared"] > 80, seen
     assert seen["branches"] > 50, seen
@@ -163,12 +163,31 @@ def test_trees_are_what_beams_over_the_true_sequence_find(
     assert seen["ties"] <= seen["compared"] // 50, seen
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [(EAGLE3, 1), ("trees", 16), (DFLASH, 1)])
-def test_so_they_are_beside_and_behind_requests_that_take_no_drafts(
-    paths: dict[str, Path], kind: str, page_size: int
+TAKE_NONE = (OFF, Speculative(), Speculative(max_drafts=2), Speculative())
+TAKE_NO_MODELS = (
+    NGRAMS,
+    Speculative(),
+    OFF,
+    Speculative(max_drafts=2),
+    Speculative(drafter="eagle"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "choices"),
+    [
+        (EAGLE3, 1, TAKE_NONE),
+        ("trees", 16, TAKE_NONE),
+        (DFLASH, 1, TAKE_NONE),
+        (EAGLE3, 1, TAKE_NO_MODELS),
+        (DFLASH, 16, TAKE_NO_MODELS),
+    ],
+)
+def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
+    paths: dict[str, Path], kind: str, page_size: int, choices: tuple[Speculative, ...]
 ) -> None:
-    """The head is fed none of their rows. It has no KV of theirs, so who shares a prefix of theirs
-    is drafted for by what comes after it."""
+    """The head is fed none of the rows of those who take no drafts, or those of n-grams. It has no
+    KV of theirs, so who shares a prefix of theirs is drafted for by what comes after it."""
     tree = TreeShape(topk=2, depth=3, num_drafts=6) if kind == "trees" else None
     setup = Setup(
         num_pages=1024 // page_size,
@@ -178,10 +197,12 @@ def test_so_they_are_beside_and_behind_requests_that_take_no_drafts(
         context_len=CONTEXT,
         max_decode_rows=16,
     )
-    harness = compared(paths, EAGLE3 if tree else kind, setup, tree=tree)
-    choose_in_turn(harness, (OFF, Speculative(), Speculative(max_drafts=2), Speculative()))
+    harness, drafter = compared(
+        paths, EAGLE3 if tree else kind, setup, tree=tree, has_ngrams=NGRAMS in choices
+    )
+    choose_in_turn(harness, choices)
     serve_twice(harness)
-    seen = harness.drafter.seen
+    seen = drafter.seen
     assert seen["compared"] > 60, seen
     assert seen["confirmed"] > 10, seen
     assert seen["behind cached ones left out"] > 4, seen

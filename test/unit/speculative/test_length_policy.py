@@ -14,7 +14,7 @@ from policy_steps import mask_parts
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength, PolicyParts
-from sglang.srt.lookahead.mask_rows import MTPConfig
+from sglang.srt.lookahead.mask_planner import MTPConfig
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup

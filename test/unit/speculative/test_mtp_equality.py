@@ -22,9 +22,9 @@ from mtp_oracle import (
 )
 from oracle import MAX_GAP, code_snippets, first_divergence, most_near_ties
 from policy_steps import mask_parts
-from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.lookahead.length_policy import FixedLength
-from sglang.srt.lookahead.mask_rows import LookaheadPlan, MaskRows
+from sglang.srt.lookahead.mask_planner import MaskPlanner
 from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.model_config import resolve_model_path
@@ -252,12 +252,12 @@ def test_masks_to_the_right_change_nothing(
     references: dict[Job, MTPReference],
 ) -> None:
     """Rows padded with one to three more masks give the same tokens and steps."""
-    reserve, plan = KVLedger.reserve, MaskRows.rows_fed
+    reserve, plan = KVLedger.reserve, MaskPlanner.plan
 
     def reserve_more(self: KVLedger, kv: Any, num_tokens: int) -> bool:
         return reserve(self, kv, num_tokens + 3)
 
-    def plan_more(self: MaskRows, *arguments: Any) -> LookaheadPlan:
+    def plan_more(self: MaskPlanner, *arguments: Any) -> StepPlan:
         planned = plan(self, *arguments)
         counts = planned.counts
         padded = [
@@ -267,6 +267,6 @@ def test_masks_to_the_right_change_nothing(
         return replace(planned, counts=replace(counts, q_lens=padded))
 
     monkeypatch.setattr(KVLedger, "reserve", reserve_more)
-    monkeypatch.setattr(MaskRows, "rows_fed", plan_more)
+    monkeypatch.setattr(MaskPlanner, "plan", plan_more)
     jobs = jobs_in("radix off")
     check(run_jobs(BASE, prompts, jobs), references, jobs, "padded")

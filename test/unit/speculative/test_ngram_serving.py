@@ -19,14 +19,14 @@ from eagle_serving import right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.matched_drafts import class_of
 from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.speculative.ngram_worker import NgramDrafter
-from sglang.srt.step.worker import HostResult, ScheduleBatch
+from sglang.srt.step.worker import ScheduleBatch
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
 torch.set_num_threads(1)
@@ -436,8 +436,7 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
     first branches."""
     harness = Served(target, ngram_config(3, breadth, tier_policy="matched"), prices=FREE_ROWS)
     ops, found, told = harness.drafter._ops, deque[dict[int, int]]([{}]), 0
-    rows = harness.planner.rows
-    find, outcome = ops.find, rows.outcome
+    find, observe = ops.find, harness.planner.policy.observe
 
     def noted(rows: torch.Tensor, count: int, taken: torch.Tensor | None = None) -> Any:
         result = find(rows, count, taken)
@@ -447,17 +446,15 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
         found.append(found[-1] | lens)
         return result
 
-    def checked(record: StepRecord, result: HostResult) -> Any:
+    def checked(heard: StepOutcome) -> None:
         nonlocal told
-        given = outcome(record, result)
-        if record.plan.num_drafted_for is None:
-            return given
-        before = steps.popleft()
-        for row, count, kind in zip(record.rows, given.num_fed, given.kinds, strict=False):
-            if count:
+        observe(heard)
+        before = {} if heard.plan.num_drafted_for is None else steps.popleft()
+        for row, count, kind in zip(heard.rows, heard.num_fed, heard.kinds, strict=False):
+            if before and count:
+                assert kind is not None
                 assert kind.match == class_of(before[row])
                 told += 1
-        return given
 
     plan, steps = harness.planner.plan, deque[dict[int, int]]()
 
@@ -468,7 +465,7 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
         return made
 
     ops.find = noted
-    harness.planner.plan, rows.outcome = planned, checked
+    harness.planner.plan, harness.planner.policy.observe = planned, checked
     serve(harness, right_tokens(target))
     assert told > 100
 

@@ -24,7 +24,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from oracle import code_snippets
 from recorded_graphs import recorded_graphs, replayable_backends
-from request_choices import OFF, choose_in_turn
+from request_choices import NGRAMS, OFF, choose_in_turn
 from round_serving import Served as ServedGraphs
 from round_serving import right_tokens as right_of_graphs
 from round_serving import runners, setup_of, zero
@@ -45,7 +45,6 @@ from utils import Setup
 
 torch.set_num_threads(1)
 NUM_STEPS = 3
-NGRAMS = Speculative(drafter="ngram")
 
 
 @pytest.fixture(scope="module")
@@ -228,16 +227,16 @@ def test_where_all_name_n_grams_a_head_drafts_nothing(
 def test_rounds_are_graphs(
     paths: dict[str, Path], right_of_rounds: list[list[int]], kind: str
 ) -> None:
-    """Of those who name n-grams too; they get what n-grams draft."""
     with recorded_graphs(), replayable_backends():
         drafter, setup = pair_of(paths, kind, tier_policy=JUMPING), setup_of()
         group = runners(paths, drafter, setup)
         served = ServedGraphs(Drafted(group, drafter, setup), group)
         zero(group)
         served.watch()
-        choose_in_turn(served.harness, (Speculative(), NGRAMS))
+        model = "eagle" if kind == EAGLE3 else "standalone"
+        choose_in_turn(served.harness, (Speculative(), Speculative(drafter=model)))
         ids = serve(served.harness, right_of_rounds)
-    check_counts(served.harness, ids, (None, "ngram"))
+    check_counts(served.harness, ids, (None, model))
     assert len(served.rounds) > 20
     assert len(served.proposals) > 20
     assert served.seen["right"] > 20

@@ -17,10 +17,9 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.processes.kept_prices import still_holds
 from sglang.srt.shard import WHOLE
 from sglang.srt.speculative.tile_spec import profiler
-from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from utils import Setup, make_execution, make_random_llama
 
@@ -69,14 +68,13 @@ class Start:
         self.measured: list[str] = []
         prices = measured(target)
         now = {key: slowness * cost_ms for key, cost_ms in prices.graphs_ms.items()}
-        meter: Any = SimpleNamespace(graph_ms=lambda key, repeats: now[key])
-        prices = TileSpecProfiler(cache, target).target(
-            self._measure("target", replace(prices, graphs_ms=now)),
-            lambda kept: still_holds(kept, meter),
+        meter: Any = SimpleNamespace(
+            graph_ms=lambda key, repeats: now[key],
+            measure=self._measure("target", replace(prices, graphs_ms=now)),
         )
-        self.target = contents(prices)
+        self.target = contents(TileSpecProfiler(cache, target).target(meter))
         drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
-        found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
+        found = TileSpecProfiler(cache, head, target).head(self._measure("head", drafts))
         self.head = contents(found.extend), found.passes
 
     def _measure(self, name: str, prices: Any) -> Callable[[], Any]:
@@ -103,17 +101,19 @@ def test_the_second_start_measures_nothing_and_has_the_same_prices(
     assert (first.measured, second.measured) == (["target", "head"], [])
     assert (second.target, second.head) == (first.target, first.head)
     assert not warnings_of(caplog)
-    assert [path.name for path in tmp_path.iterdir()] == ["some-model_cpu_tp1"]
-    assert [path.name for path in (tmp_path / "some-model_cpu_tp1").iterdir()] == [FILE_NAME]
+    assert len([*tmp_path.iterdir()]) == 2
+    (tmp_path / "other").touch()  # servers of other users may read what is kept
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 def test_prices_that_were_disturbed_are_measured_again(
     tmp_path: Path, runners: tuple[Any, Any]
 ) -> None:
+    """A start that is disturbed has the prices of one that was not."""
     Start(tmp_path, *runners, slowness=1.25)
-    second, third = (Start(tmp_path, *runners) for _ in range(2))
-    assert (second.measured, third.measured) == (["target", "head"], [])
-    assert second.target == third.target == contents(measured(runners[0]))
+    starts = [Start(tmp_path, *runners, slowness=slowness) for slowness in (1.0, 1.0, 1.8)]
+    assert [each.measured for each in starts] == [["target"], [], []]
+    assert {each.target == contents(measured(runners[0])) for each in starts} == {True}
 
 
 def test_cliffs_are_those_of_the_cheapest_graph_of_each_size(model: Path) -> None:
@@ -135,8 +135,8 @@ def test_a_graph_is_found_with_prices_from_the_cache(
 ) -> None:
     Start(tmp_path, *runners)
     target = runners[0]
-    kept = TileSpecProfiler(tmp_path, target)
-    prices = kept.target(lambda: pytest.fail("measured"), lambda _: True)
+    meter: Any = SimpleNamespace(graph_ms=lambda key, repeats: 1e9)
+    prices = TileSpecProfiler(tmp_path, target).target(meter)
     for shape in ((1, 4, 4), (3, 2, 5), (8, 4, 32)):
         assert prices.rows_ms(*shape) == measured(target).rows_ms(*shape)
 
@@ -150,6 +150,7 @@ def test_a_model_may_be_called_anything(tmp_path: Path, model: Path) -> None:
         folder = folder_of(tmp_path, target)
         assert folder.parent == tmp_path
         folder.mkdir(exist_ok=True)
+    assert folder_of(tmp_path, runner_of(model)).name == "some-model_cpu_tp1"
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -162,34 +163,31 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_prices_of_another_setting_are_measured_again_with_a_warning(
-    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, change: str
-) -> None:
-    Start(tmp_path, runner_of(model), runner_of(model, 32))
-    others = [runner_of(model, width, **CHANGES[change]) for width in (0, 32)]
-    assert Start(tmp_path, *others).measured == ["target", "head"]
-    [warning] = warnings_of(caplog)
-    assert "measured with another setting; measured again" in warning
-    assert Start(tmp_path, *others).measured == []
+def test_another_setting_has_prices_of_its_own(tmp_path: Path, model: Path, change: str) -> None:
+    def start(changes: dict[str, Any]) -> list[str]:
+        return Start(tmp_path, *(runner_of(model, width, **changes) for width in (0, 32))).measured
+
+    both = [start(changes) for changes in ({}, CHANGES[change]) * 2]
+    assert both == [["target", "head"], ["target", "head"], [], []]
 
 
 @pytest.mark.parametrize("name", ["driver_version", "code_digest", "_version"])
-def test_so_are_those_of_another_driver_or_kernels(
-    tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
+def test_so_has_another_driver_or_kernel(
+    tmp_path: Path, runners: tuple[Any, Any], name: str
 ) -> None:
     Start(tmp_path, *runners)
     with mock.patch.object(profiler, name, return_value="other"):
         assert Start(tmp_path, *runners).measured == ["target", "head"]
-    assert len(warnings_of(caplog)) == 1
 
 
-def test_another_head_alone_is_measured_again(
+def test_a_head_has_prices_for_itself_and_its_target(
     tmp_path: Path, model: Path, runners: tuple[Any, Any]
 ) -> None:
     Start(tmp_path, *runners)
     other = runner_of(model, 32)
     other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
     assert Start(tmp_path, runners[0], other).measured == ["head"]
+    assert Start(tmp_path, runner_of(model, page_size=16), runners[1]).measured[1:] == ["head"]
 
 
 def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
@@ -218,7 +216,6 @@ def instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
     return spoil
 
 
-PRICES = ["target", "prices"]
 SPOILED: dict[str, Callable[[Path], object]] = {
     "empty": text(b""),
     "no text": text(bytes(range(256))),
@@ -227,54 +224,58 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a number": text(b"1"),
     "deep": text(b"[" * 200_000),
     "huge": text(b" " * (5 << 20)),
-    "another format": entry(["format"], 99),
-    "no prices": entry(["target"], 5),
-    "no key": entry(["target", "measured_with"], None),
-    "foreign": entry(["target", "measured_with", "model"], "another"),
-    "not a number": entry([*PRICES, "kv_ms"], float("nan")),
-    "infinite": entry([*PRICES, "kv_ms"], float("inf")),
+    "no prices": entry(["graphs_ms"], 5),
+    "no key": entry(["measured_with"], None),
+    "foreign": entry(["measured_with", "model"], "another"),
+    "not a number": entry(["kv_ms"], float("nan")),
+    "infinite": entry(["kv_ms"], float("inf")),
     "beyond all numbers": lambda file: file.write_text(
         file.read_text().replace('"spread": 0.01', '"spread": 1e999')
     ),
-    "negative": entry([*PRICES, "spread"], -1),
-    "a very large number": entry([*PRICES, "kv_ms"], 10**400),
-    "a flag": entry([*PRICES, "kv_ms"], True),
-    "words": entry([*PRICES, "eager"], "__import__('os')"),
-    "free rows": entry([*PRICES, "eager"], [[1, 0.0]]),
-    "no sizes": entry([*PRICES, "eager"], []),
-    "sizes that fall": entry([*PRICES, "head"], [[8, 1.0], [4, 1.0]]),
-    "graphs lack": entry([*PRICES, "graphs_ms"], []),
-    "graphs that are none": entry([*PRICES, "graphs_ms", 0], ["ragged", 1]),
-    "graphs of lists": entry([*PRICES, "graphs_ms", 0], [[], {}]),
+    "negative": entry(["spread"], -1),
+    "a very large number": entry(["kv_ms"], 10**400),
+    "a flag": entry(["kv_ms"], True),
+    "words": entry(["eager"], "__import__('os')"),
+    "free rows": entry(["eager"], {"sizes": [1], "costs_ms": [0.0]}),
+    "no sizes": entry(["eager"], {"sizes": [], "costs_ms": []}),
+    "sizes that fall": entry(["head"], {"sizes": [8, 4], "costs_ms": [1, 1]}),
+    "a time below 0": entry(["head"], {"sizes": [8], "costs_ms": [-1]}),
+    "a size without a time": entry(["head", "sizes"], [1, 2, 3, 4]),
+    "graphs lack": entry(["graphs_ms"], []),
+    "graphs that are none": entry(["graphs_ms", 0], ["ragged", 1]),
+    "graphs of lists": entry(["graphs_ms", 0], [[], {}]),
     "one graph twice": lambda file: entry(
-        [*PRICES, "graphs_ms", 0],
-        json.loads(file.read_text())["target"]["prices"]["graphs_ms"][1],
+        ["graphs_ms", 0],
+        json.loads(file.read_text())["graphs_ms"][1],
     )(file),
-    "more entries": entry([*PRICES, "more"], 1),
-    "passes lack": entry(["head", "prices", "passes"], [[1, [[1, 1.0]]]]),
-    "the head's graphs lack": entry(["head", "prices", "extend", "graphs_ms"], []),
+    "more entries": entry(["more"], 1),
     "a pipe": instead(os.mkfifo),
     "a device": instead(lambda file: file.symlink_to("/dev/zero")),
+}
+SPOILED_HEADS: dict[str, Callable[[Path], object]] = {
+    "passes lack": entry(["passes"], [[1, {"sizes": [1], "costs_ms": [1.0]}]]),
+    "the head's graphs lack": entry(["graphs_ms"], []),
 }
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("name", [*SPOILED, *SPOILED_HEADS])
 def test_a_spoiled_cache_is_measured_again_with_one_warning_and_replaced(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     first = Start(tmp_path, *runners)
-    [file] = tmp_path.rglob(FILE_NAME)
-    SPOILED[name](file)
+    which = "target" if name in SPOILED else "head"
+    files = {bool(json.loads(each.read_text())["passes"]): each for each in tmp_path.iterdir()}
+    (SPOILED | SPOILED_HEADS)[name](files[which == "head"])
     second = Start(tmp_path, *runners)
-    assert "head" in second.measured
+    assert second.measured == [which]
     assert (second.target, second.head) == (first.target, first.head)
     [warning] = warnings_of(caplog)
     assert "\n" not in warning
     assert Start(tmp_path, *runners).measured == []
 
 
-def test_a_file_that_cannot_be_read_is_measured_again_with_one_warning(
+def test_a_file_that_cannot_be_read_is_measured_again_with_a_warning(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     Start(tmp_path, *runners)
@@ -284,8 +285,8 @@ def test_a_file_that_cannot_be_read_is_measured_again_with_one_warning(
         mock.patch.object(profiler, "code_digest", return_value=profiler.code_digest()),
     ):
         assert Start(tmp_path, *runners).measured == ["target", "head"]
-    [warning] = warnings_of(caplog)
-    assert "Input/output error; measured again" in warning
+    assert len(warnings_of(caplog)) == 2
+    assert all("Input/output error; measured again" in each for each in warnings_of(caplog))
     assert Start(tmp_path, *runners).measured == []
 
 
@@ -310,7 +311,7 @@ UNWRITABLE = ("a file", "a part of a file", "a folder", "no path", "full", "read
 
 
 @pytest.mark.parametrize("name", UNWRITABLE)
-def test_where_nothing_can_be_kept_there_is_one_warning(
+def test_where_nothing_can_be_kept_a_warning_says_so(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     cache = tmp_path / "cache"
@@ -323,7 +324,10 @@ def test_where_nothing_can_be_kept_there_is_one_warning(
             start = Start(cache, *runners)
         assert not [*cache.rglob(".*")], "A part of a file was left."
     elif name == "a folder":
-        (folder_of(cache, runners[0]) / FILE_NAME).mkdir(parents=True)
+        Start(cache, *runners)
+        for file in [*cache.iterdir()]:
+            file.unlink()
+            file.mkdir()
         start = Start(cache, *runners)
     elif name == "no path":
         start = Start(cache / "\0", *runners)
@@ -331,5 +335,5 @@ def test_where_nothing_can_be_kept_there_is_one_warning(
         cache.write_text("")
         start = Start(cache / "below" if name == "a part of a file" else cache, *runners)
     assert start.measured == ["target", "head"]
-    [warning] = warnings_of(caplog)
-    assert "--tile-spec-cache-dir" in warning
+    assert len(warnings_of(caplog)) == 2
+    assert all("so each start measures them" in each for each in warnings_of(caplog))

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang.srt.lookahead.mask_rows import MTPConfig
+from sglang.srt.lookahead.mask_planner import MTPConfig
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker

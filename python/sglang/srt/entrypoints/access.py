@@ -87,6 +87,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")  # scheme://host[:port]
 # A proxy in front may go by the first one, and this server by another.
 DECIDING_HEADERS = ("Authorization", "Host", "Origin", "Sec-Fetch-Mode", "Sec-Fetch-Site")
+AUTHORIZATION = b"authorization"  # sglang-router sends a client's and its own, the same one
 OWN_SITES = (b"same-origin", b"none")  # `none`: the user typed the address
 
 ALLOW = "start it with --allowed-origins and the page's origin"
@@ -171,6 +172,7 @@ def refusal_of(
         headers: names, in lower case, and values, as they were sent.
     """
     counts = Counter(name for name, _ in headers)
+    counts[AUTHORIZATION] = len({value for name, value in headers if name == AUTHORIZATION})
     for name in DECIDING_HEADERS:
         if counts[name.lower().encode()] > 1:
             return Refusal(400, SENT_TWICE.format(name=name))
@@ -215,7 +217,7 @@ def _refusal_of_key(
         key, flag = rules.admin_api_key, "--admin-api-key"
     if access is Access.OPEN or key is None:
         return None
-    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    scheme, _, token = headers.get(AUTHORIZATION, b"").partition(b" ")
     if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key):
         return None
     return Refusal(401, NO_KEY.format(flag=flag))

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.server_args import ServerArgs
 
@@ -30,6 +32,8 @@ CHILD_ENVIRON = {
     # Ranks do without the multicast of NVLink.
     "NCCL_NVLS_ENABLE": "0",
 }
+
+NO_MORE: Mapping[str, str] = {}
 
 
 class Place(NamedTuple):
@@ -129,6 +133,30 @@ def _end(children: Mapping[str, Child]) -> None:
     for child in children.values():
         child.process.kill()
         child.process.wait()
+
+
+def start_child(
+    module: str, fields: object, environ: Mapping[str, str] = NO_MORE
+) -> subprocess.Popen[bytes]:
+    """Starts a module in a process group of its own, and writes a line to its standard input, which
+    stays open: its end tells the process that this one is gone.
+
+    Args:
+        fields: what the line has, as JSON.
+        environ: what the process's environment has beside that of children.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        env={**child_environ(), **environ},
+        process_group=0,
+    )
+    pipe = process.stdin
+    assert pipe is not None
+    with suppress(BrokenPipeError):  # it has ended, which the caller will notice
+        pipe.write(msgspec.json.encode(fields) + b"\n")
+        pipe.flush()
+    return process
 
 
 def child_environ(gpu_id: int = 0) -> dict[str, str]:

@@ -1,42 +1,29 @@
-"""An engine behind HTTP: a server of its own in another process, with the Engine's methods.
-
-`python -m sglang.srt.entrypoints.http_server_engine` is that process: it reads its flags from a
-line of standard input, so that no key is in the list of processes, and ends when that does.
-"""
+"""An engine behind HTTP: a server of its own in another process, with the Engine's methods."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict
 from http.client import HTTPResponse
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, cast
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlencode
 
 import msgspec
 
-from sglang.srt.entrypoints.children import child_environ
 from sglang.srt.entrypoints.engine_answers import SamplingInput, sampling_fields
 from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.serialized_updates import SerializedTensors, serialized_request
-from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.entrypoints.server_child import direct_opener, is_ready, start_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
-from sglang.srt.processes.flag_bounds import check_numbers
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.common import is_port_available
 
-MODULE = "sglang.srt.entrypoints.http_server_engine"
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
@@ -51,30 +38,12 @@ def launch_server_process(
         ConfigError: for a number that its flag cannot be.
         LaunchError: if it cannot start, or not in time; its log says why.
     """
-    check_numbers(server_args)
-    if server_args.port == 0 or not is_port_available(server_args.port):
-        raise LaunchError(
-            f"Port {server_args.port} is in use, or 0, which is none; give another one."
-        )
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE],
-        stdin=subprocess.PIPE,
-        env=child_environ(),
-        process_group=0,
-    )
-    if process.stdin is None:
-        raise LaunchError("A child process has no standard input.")
-    with suppress(BrokenPipeError):  # it has ended, which is noticed below
-        process.stdin.write(msgspec.json.encode(asdict(server_args)) + b"\n")
-        process.stdin.flush()
-    opener = _opener()
+    process = start_server(server_args)
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with opener.open(f"{server_args.url()}/ready", timeout=10):
-                return process
-        except (URLError, OSError):
-            time.sleep(POLL_S)
+        if is_ready(server_args):
+            return process
+        time.sleep(POLL_S)
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -94,7 +63,7 @@ class HttpServerEngineAdapter:
         if server_args is not None and kwargs:
             raise ValueError("Give server_args or keyword arguments, not both.")
         self.server_args = server_args or ServerArgs(**kwargs)
-        self._opener = _opener()
+        self._opener = direct_opener()
         self.process = launch_server_process(self.server_args)
 
     def generate(
@@ -233,11 +202,6 @@ class HttpServerEngineAdapter:
 JSON = {"Content-Type": "application/json"}
 
 
-def _opener() -> urllib.request.OpenerDirector:
-    """No proxy is between this machine and itself."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -248,20 +212,3 @@ def _message_of(raw: bytes) -> str:
         return str(msgspec.json.decode(raw)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return raw[:300].decode(errors="replace").strip()
-
-
-def main() -> int:
-    """Serves until standard input ends or a signal comes; returns the exit code."""
-    fields = msgspec.json.decode(sys.stdin.buffer.readline())
-
-    def stop_with_parent() -> None:
-        while os.read(sys.stdin.fileno(), 1):  # not by sys.stdin, whose lock outlives threads
-            continue
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop_with_parent, name="parent-watch", daemon=True).start()
-    return run_server(msgspec.convert(fields, ServerArgs))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -75,7 +75,7 @@ def run_server(server_args: ServerArgs, waiting: Mapping[str, Child] | None = No
         folders, tokenizer = check_start(server_args)
         listener = listen(server_args.host, server_args.port)
     except (*REFUSALS, BindError) as error:
-        _say(str(error))
+        say(str(error))
         return 1
     set_ulimit(server_args.max_connections + OTHER_FILES)
     with listener:
@@ -85,7 +85,7 @@ def run_server(server_args: ServerArgs, waiting: Mapping[str, Child] | None = No
             _warn_if_open(server_args, listener)
             return asyncio.run(_Server(server_args, tokenizer, listener, waiting).run())
         except (LaunchError, ModelPathError) as error:
-            _say(str(error))
+            say(str(error))
             return 1
 
 
@@ -101,7 +101,8 @@ def check_start(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:
     return folders, tokenizer
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Writes an error to standard error, as one line for the user."""
     print(f"sglang: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
@@ -279,7 +280,7 @@ class _Server:
 
     def _fail(self, message: str) -> None:
         """Ends the server with exit code 1 and gives every waiting client an error."""
-        _say(message)
+        say(message)
         self._exit_code = 1
         if self._manager is not None:
             self._manager.fail_all(message)

@@ -28,14 +28,12 @@ class Stakes(NamedTuple):
     """A length policy's bet on a step.
 
     Attributes:
-        extra_ms: the step's price beyond the plain one.
+        owed_ms: the step's price beyond the plain one, as far as it is not paid yet.
         token_ms: worth of a token.
-        counts: the gain or loss goes to the trial budget; a trial is paid for in advance.
     """
 
-    extra_ms: float
+    owed_ms: float
     token_ms: float
-    counts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,8 @@ class StepPlan:
         num_drafts: R counts of drafts that requests have, fed or not, where the host knows them.
         next_drafts: R counts of drafts that `propose` gives, likewise; empty: not known.
         left_out: places among the R requests of those that the drafter is not fed, ascending: for
-            its models they are not there, and no drafts follow.
+            it they are not there, and no drafts follow.
+        without_model: likewise, of others that its models alone are not fed.
         fed_again: rows of the page table whose last tokens were left out so, and which the models
             are fed again from this step on.
         budget: granted by a length policy; None: it was not asked.
@@ -101,6 +100,7 @@ class StepPlan:
     num_drafts: Sequence[int] = ()
     next_drafts: Sequence[int] = ()
     left_out: Sequence[int] = ()
+    without_model: Sequence[int] = ()
     fed_again: Sequence[int] = ()
     budget: Budget | None = None
     num_drafted_for: int | None = None

@@ -193,6 +193,13 @@ class LatencyTable:
 def compute_optimal_k(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> int:
+    """Returns how many drafts to verify, see `best_cut`."""
+    return best_cut(chances, num_requests, table, least_gain)[0]
+
+
+def best_cut(
+    chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+) -> tuple[int, float]:
     """Computes how many drafts to verify, of all requests together, for most tokens per
     millisecond.
 
@@ -211,35 +218,19 @@ def compute_optimal_k(
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
-        0 to n. Of equally good numbers the largest; so all where rows cost nothing.
+        0 to n, of equally good numbers the largest; so all where rows cost nothing. And its tokens
+        per millisecond divided by those of verifying all, 1 or more.
     """
-    return best_cut(chances, num_requests, table, least_gain).num_drafts
-
-
-class Cut(NamedTuple):
-    """A number of drafts to verify, and its tokens per millisecond divided by those of verifying
-    all."""
-
-    num_drafts: int
-    gain: float
-
-
-def best_cut(
-    chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
-) -> Cut:
-    """As `compute_optimal_k`, with its gain: 1 or more."""
     ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
     most = ordered.size
-    if most == 0:
-        return Cut(0, 1.0)
-    tokens = num_requests + np.concatenate(([0.0], np.cumsum(ordered)))
     room = np.asarray(table.rows) - num_requests
     fits = room >= 0
-    if not fits.any():
-        return Cut(most, 1.0)
+    if most == 0 or not fits.any():
+        return most, 1.0
+    tokens = num_requests + np.concatenate(([0.0], np.cumsum(ordered)))
     counts = np.minimum(room[fits], most)
     rates = tokens[counts] / np.asarray(table.costs_ms)[fits]
     best = int(np.flatnonzero(rates == rates.max())[-1])
     if rates[best] <= rates[-1] * (1.0 + least_gain):
-        return Cut(int(counts[-1]), 1.0)
-    return Cut(int(counts[best]), float(rates[best] / rates[-1]))
+        return int(counts[-1]), 1.0
+    return int(counts[best]), float(rates[best] / rates[-1])

@@ -1,5 +1,4 @@
-"""Chooses how many tokens a head drafts, by how many of its drafts were right lately. No torch, no
-clock.
+"""Chooses how many tokens a head drafts, by how many of its drafts were right lately.
 
 Each range of batch sizes is a slot (`adaptive_config`) with steps and a moving average of its own.
 A round is one verification of a batch's drafts. One of the slot's own steps is counted:
@@ -15,59 +14,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang.srt.lookahead.adaptive_config import (
     AdaptiveConfig,
     AdaptiveSlot,
     read_adaptive_config,
 )
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SlotState:
     """The state that a slot has reached.
 
     Attributes:
         steps: of its rounds from now on, one of its candidates.
-        ema: correct drafts of a request in a round, lately; 0 while `has_drafted` is False.
+        ema: correct drafts of a request in a round, lately.
         num_rounds: rounds counted, also those without drafts.
-        has_drafted: whether its rounds ever had drafts.
+        has_drafted: whether its rounds ever had drafts; until then `ema` means nothing.
     """
 
+    slot: AdaptiveSlot
     steps: int
     ema: float
     num_rounds: int = 0
     has_drafted: bool
 
+    @classmethod
+    def first(cls, slot: AdaptiveSlot, initial_steps: int) -> SlotState:
+        """Makes the state before the first round. Initial steps that are no candidate give way to
+        the middle one, of two the higher: from there it is least far to any other, and it drafts if
+        any does."""
+        candidates = slot.candidate_steps
+        is_candidate = initial_steps in candidates
+        steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
+        return cls(slot=slot, steps=steps, ema=max(0.0, steps - 1.0), has_drafted=steps > 0)
 
-def first_state(slot: AdaptiveSlot, initial_steps: int) -> SlotState:
-    """The state before the first round. Initial steps that are no candidate give way to the middle
-    one, of two the higher: from there it is least far to any other, and it drafts if any does."""
-    candidates = slot.candidate_steps
-    is_candidate = initial_steps in candidates
-    steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
-    return SlotState(steps=steps, ema=max(0.0, steps - 1.0), has_drafted=steps > 0)
-
-
-def state_after_round(state: SlotState, slot: AdaptiveSlot, mean_correct: float) -> SlotState:
-    """
-    Args:
-        state: before the round, which had its steps.
-        mean_correct: correct drafts per request; means nothing if the steps are 0.
-    """
-    ema = state.ema
-    if state.steps > 0:
-        ema = (1 - slot.ema_alpha) * ema + slot.ema_alpha * mean_correct
-    num_rounds = state.num_rounds + 1
-    counted = replace(state, ema=ema, num_rounds=num_rounds)
-    num_warm = num_rounds - slot.warmup_batches
-    if num_warm <= 0 or num_warm % slot.update_interval:
-        return counted
-    steps = next_steps(slot, state.steps, ema)
-    if steps > 0 and not state.has_drafted:
-        return replace(counted, steps=steps, ema=steps - 1.0, has_drafted=True)
-    return replace(counted, steps=steps)
+    def count(self, mean_correct: float) -> None:
+        """Counts a round of `steps`; correct drafts per request mean nothing if these are 0."""
+        slot = self.slot
+        if self.steps > 0:
+            self.ema = (1 - slot.ema_alpha) * self.ema + slot.ema_alpha * mean_correct
+        self.num_rounds += 1
+        num_warm = self.num_rounds - slot.warmup_batches
+        if num_warm <= 0 or num_warm % slot.update_interval:
+            return
+        self.steps = next_steps(slot, self.steps, self.ema)
+        if self.steps > 0 and not self.has_drafted:
+            self.ema, self.has_drafted = self.steps - 1.0, True
 
 
 def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
@@ -110,9 +108,12 @@ def _capped(slot: AdaptiveSlot, target: int, ema: float) -> int:
 class AdaptiveSpeculativeParams:
     """The steps of every slot, and what they learn from rounds.
 
-    Attributes:
-        config: what the file says.
-        candidate_steps: those of all slots, ascending, each once.
+    Args:
+        initial_steps: of each slot that has them among its candidates, see `SlotState.first`. They
+            become no candidate of others.
+        cfg_path: a preset or a file, see `read_adaptive_config`, which may raise
+            `AdaptiveConfigError`; None for the default.
+        config: what has been read already, instead of a path.
     """
 
     def __init__(
@@ -122,26 +123,16 @@ class AdaptiveSpeculativeParams:
         *,
         config: AdaptiveConfig | None = None,
     ) -> None:
-        """
-        Args:
-            initial_steps: of each slot that has them among its candidates, see `first_state`. They
-                become no candidate of others.
-            cfg_path: a preset or a file, see `read_adaptive_config`; None for the default.
-            config: what has been read already, instead of a path.
-
-        Raises:
-            AdaptiveConfigError: a ValueError, for a file that cannot be used.
-        """
-        self.config = read_adaptive_config(cfg_path) if config is None else config
-        self.candidate_steps = self.config.candidate_steps
-        self._states = [first_state(slot, initial_steps) for slot in self.config.slots]
+        self._config = read_adaptive_config(cfg_path) if config is None else config
+        self.candidate_steps = self._config.candidate_steps
+        self._states = [SlotState.first(slot, initial_steps) for slot in self._config.slots]
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:
-        return self._states[self.config.slot_index(batch_size)]
+        return self._states[self._config.slot_index(batch_size)]
 
     def on_verify_complete(
         self,
@@ -164,11 +155,57 @@ class AdaptiveSpeculativeParams:
         Returns:
             True if the slot has changed its steps.
         """
-        index = self.config.slot_index(batch_size)
-        before = self._states[index]
-        if not num_correct_drafts_per_req or steps not in (None, before.steps):
-            return False
-        mean = sum(num_correct_drafts_per_req) / len(num_correct_drafts_per_req)
-        after = state_after_round(before, self.config.slots[index], mean)
-        self._states[index] = after
-        return after.steps != before.steps
+        state = self.state_for_batch(batch_size)
+        before = state.steps
+        if num_correct_drafts_per_req and steps in (None, before):
+            state.count(sum(num_correct_drafts_per_req) / len(num_correct_drafts_per_req))
+        return state.steps != before
+
+
+class AdaptiveController:
+    """The tier policy of `--speculative-adaptive-strategy ema`.
+
+    Before each draft it asks for the steps of the batch's slot, and after each verification it
+    tells the slot's average. A round keeps the tier that it was drafted with: a new one counts from
+    the next draft on.
+    """
+
+    needs_prices = reads_matches = may_rest = False
+
+    @staticmethod
+    def tiers(options: LengthOptions) -> tuple[int, ...]:
+        assert options.adaptive is not None, "Slots are read before a policy is made."
+        return options.adaptive.candidate_steps
+
+    def __init__(self, parts: PolicyParts) -> None:
+        options = parts.options
+        self.params = AdaptiveSpeculativeParams(options.initial, config=options.adaptive)
+        self._graph_size = parts.graph_size
+        self.settled = self.activate_step_by_batch(1)
+
+    def activate_step_by_batch(self, batch_size: int) -> int:
+        """The tier of the next round of a batch: that of the size they are padded to."""
+        self.settled = self.params.get_steps_for_batch(self._graph_size(batch_size))
+        return self.settled
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int
+    ) -> None:
+        """Hears a round that was drafted with `steps` steps."""
+        size = self._graph_size(batch_size)
+        self.params.on_verify_complete(num_correct_drafts_per_req, size, steps=steps)
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        steps = self.activate_step_by_batch(upcoming.num_reqs)
+        return Budget(1 + steps, settled=steps)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        steps, num_reqs = outcome.plan.draft_length, outcome.plan.num_drafted_for
+        if num_reqs is None:
+            return
+        correct = [0] * num_reqs
+        if steps > 0:
+            # Who takes fewer drafts says nothing of so many, and who takes none of any.
+            counts = zip(outcome.num_tried, outcome.num_accepted, strict=True)
+            correct = [accepted - 1 for tried, accepted in counts if tried > steps]
+        self.on_verify_complete(correct, num_reqs, steps)

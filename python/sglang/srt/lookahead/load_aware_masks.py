@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.lookahead.acceptance_estimate import (
-    FORGETTING_STEPS,
     Estimate,
     Kind,
     Survival,
@@ -68,13 +67,16 @@ class LoadAwareMasks:
     `_Options`):
 
         each step:           budget = min(budget + TRIAL_SHARE * plain_ms, decode_ms + luck_ms)
-        a trial:             budget -= what it loses if nothing is accepted; that comes back once
-                             trials have gained twice as much
-        no trial:            budget += what the step gained beside plain decoding, or lost
+        limit is sure:       budget += what was gained beside plain decoding - what it cost
+        else:                budget -= what the step costs beside plain decoding, when it is chosen
+                             budget += half of what was gained, when it has been read
         budget < -luck_ms:   nothing looks ahead
 
-    So whatever is accepted, and whenever that changes, the time lost to plain decoding stays within
-    TRIAL_SHARE and a step or, with few requests at once, a few, as far as prices are right.
+    A step costs what its masks do, and the drafts that the step before has left. So whatever is
+    accepted, beside any prompts, and whenever that changes, the time lost to plain decoding stays
+    within TRIAL_SHARE and a step or, with few requests at once, a few, as far as prices are right.
+    They are not exact, so that a trial may be followed by the next one at once only where it gains
+    twice what it costs.
     """
 
     needs_prices = True
@@ -94,9 +96,7 @@ class LoadAwareMasks:
         self._options_of: tuple[Hashable, _Options] | None = None
         self._options_age = self._num_trials = 0
         self._least_loss_ms = 0.0  # of trials, while those options hold
-        self._is_trial = False
         self._shares: dict[tuple[Kind, int], float] = {}  # while those options hold
-        self._trial_loss_ms = self._trial_gain_ms = 0.0  # what trials could lose, and did gain
         self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -104,21 +104,21 @@ class LoadAwareMasks:
         most_ms = options.decode_ms + options.luck_ms
         self._budget.earn(TRIAL_SHARE * options.plain_ms, most_ms, options.decode_ms)
         self._count_ends(upcoming.num_ended)
-        limit, longest = 1, self._longest(upcoming)
+        longest = self._longest(upcoming)
         if sure := [limit for limit in self._sure(options) if limit <= longest]:
             limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
-            self._is_trial = False
-        elif (trial := self._trial(options, upcoming, longest)) > 1:
-            limit, self._is_trial = trial, True
+        else:
+            limit = self._trial(options, upcoming, longest)
         extra_ms = 0.0
         if limit > 1 or not upcoming.is_plain:
             chosen, plain = self._current_shape(upcoming, limit), upcoming.plain_shape()
             extra_ms = self._prices.price_ms(chosen) - self._prices.price_ms(plain)
-        stakes = Stakes(extra_ms, options.plain_token_ms, not self._is_trial)
+        stakes = Stakes(extra_ms, options.plain_token_ms)
+        if not sure:
+            self._budget.add(-extra_ms)
+            stakes = Stakes(0.0, options.plain_token_ms / 2)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._of(kind).forget(limit)
-        self._trial_loss_ms *= 1.0 - 1.0 / FORGETTING_STEPS
-        self._trial_gain_ms *= 1.0 - 1.0 / FORGETTING_STEPS
         num_rows = self._num_rows(upcoming, limit) if upcoming.is_packed else None
         return Budget(limit, num_rows, stakes)
 
@@ -144,14 +144,7 @@ class LoadAwareMasks:
         if num_tokens > num_adjustable:
             gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
             gained_ms = gained * stakes.token_ms
-        if stakes.counts:
-            self._budget.add(gained_ms - stakes.extra_ms)
-        elif self._trial_loss_ms:
-            self._trial_gain_ms += gained_ms
-            # The next trials may then follow at once. Prices are not exact: less may be no gain.
-            if self._trial_gain_ms >= 2 * self._trial_loss_ms:
-                self._budget.add(self._trial_loss_ms)
-                self._trial_loss_ms = self._trial_gain_ms = 0.0
+        self._budget.add(gained_ms - stakes.owed_ms)
 
     def _of(self, kind: Kind) -> Survival:
         if kind not in self._survival:
@@ -276,7 +269,7 @@ class LoadAwareMasks:
         return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
 
     def _trial(self, options: _Options, upcoming: UpcomingStep, longest: int) -> int:
-        """The most promising limit that the trial budget can pay for, which it does; 1 for none."""
+        """The most promising limit whose loss the trial budget can bear; 1 for none."""
         if self._budget.left_ms < self._least_loss_ms:
             return 1
         values, losses = options.values_ms[:longest], list[float]()
@@ -284,8 +277,6 @@ class LoadAwareMasks:
         for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
             losses.append(self._loss(upcoming, limit))
             if losses[-1] <= self._budget.left_ms:
-                self._budget.add(-losses[-1])
-                self._trial_loss_ms += losses[-1]
                 return limit
         self._least_loss_ms = min(losses, default=math.inf)
         return 1

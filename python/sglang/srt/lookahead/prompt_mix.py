@@ -79,24 +79,24 @@ class PromptMix:
         """Returns what may share a step of these requests, if steps give each of them `pace`
         tokens (`lengths` of `best_tier`). Prompts come by chance, each alone, so their number is
         Poisson's; full steps come as often as they may."""
-        num_reqs = upcoming.num_reqs
+        num_reqs, num_plain = upcoming.num_reqs, upcoming.num_plain
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
-        growth = (num_reqs - upcoming.num_plain) * pace / tokens
+        growth = (num_reqs - num_plain) * pace / tokens
         full = min(self._full.value * growth, 1.0)
         expected = min(self._prompts.value * growth, float(num_reqs))
         if max(full, expected) < LEAST_PROMPTS:
-            return StepCase(num_reqs, upcoming.kv_tokens, num_plain=upcoming.num_plain)
+            return StepCase(num_reqs, upcoming.kv_tokens, num_plain=num_plain)
         numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
+        each, others, most = self._rows.value, 1.0 - full, self._most_rows
         prompts = dict[int, float]()  # the chance of a number of rows
-        most, each, others = self._most_rows, self._rows.value, 1.0 - full
         for chance, number in numbers:
-            rows = min(_rounded(number * each), most)
+            rows = _rounded(number * each, most)
             prompts[rows] = prompts.get(rows, 0.0) + others * chance
         if full:
-            rows = min(_rounded(self._full_rows.value), most)
+            rows = _rounded(self._full_rows.value, most)
             prompts[rows] = prompts.get(rows, 0.0) + full
         found = tuple([(chance, rows) for rows, chance in prompts.items() if chance])
-        return StepCase(num_reqs, upcoming.kv_tokens, found, upcoming.num_plain)
+        return StepCase(num_reqs, upcoming.kv_tokens, found, num_plain)
 
 
 _LOG_FACTORIALS = [math.lgamma(n + 1) for n in range(256)]
@@ -106,24 +106,23 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
     """Poisson numbers of this mean, each with its chance: the likely ones, or MAX_NUMBERS between
     them that are as far apart. Their mean is about the same."""
     off = SPREAD * math.sqrt(mean)
-    least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
-    stride = -(-(most + 1 - least) // MAX_NUMBERS)
-    log_mean, exp, numbers = math.log(mean), math.exp, range(least, most + 1)
-    logs = _LOG_FACTORIALS
-    while len(logs) <= most:
+    least, end = max(0, math.floor(mean - off)), math.ceil(mean + off) + 1
+    stride, found = -(-(end - least) // MAX_NUMBERS), list[tuple[float, float]]()
+    log_mean, exp, logs, total = math.log(mean), math.exp, _LOG_FACTORIALS, 0.0
+    while len(logs) < end:
         logs.append(math.lgamma(len(logs) + 1))
-    weights = [exp(n * log_mean - mean - logs[n]) for n in numbers]
-    moments = [weight * n for weight, n in zip(weights, numbers, strict=True)]
-    if stride > 1:
-        firsts = range(0, len(weights), stride)
-        moments = [sum(moments[first : first + stride]) for first in firsts]
-        weights = [sum(weights[first : first + stride]) for first in firsts]
-    total = sum(weights)
-    return [
-        (weight / total, moment / weight) for weight, moment in zip(weights, moments, strict=True)
-    ]
+    for first in range(least, end, stride):
+        weight = moment = 0.0
+        for number in range(first, min(first + stride, end)):
+            chance = exp(number * log_mean - mean - logs[number])
+            weight += chance
+            moment += chance * number
+        total += weight
+        found.append((weight, moment / weight))
+    return [(weight / total, number) for weight, number in found]
 
 
-def _rounded(rows: float) -> int:
+def _rounded(rows: float, most: int | None = None) -> int:
     """To whole grains; some rows are one at least."""
-    return max(1, round(rows / ROW_GRAIN)) * ROW_GRAIN if rows else 0
+    found = (round(rows / ROW_GRAIN) or 1) * ROW_GRAIN if rows else 0
+    return found if most is None or found < most else most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,24 +53,6 @@ class SpecRuntimeState:
     speculative_num_steps: int
     num_draft_steps: int
     batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
-
-
-def runtime_states(
-    tiers: Sequence[int], adaptive: AdaptiveConfig | None, num_free: int
-) -> dict[int, SpecRuntimeState]:
-    """The states of all tiers, made once, before the first round.
-
-    Args:
-        num_free: drafts of a chain that need no draft step (`RoundOptions`).
-    """
-    return {
-        tier: SpecRuntimeState(
-            tier,
-            max(0, tier - num_free),
-            ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier),
-        )
-        for tier in tiers
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +120,12 @@ class RoundOptions:
 
     @property
     def states(self) -> dict[int, SpecRuntimeState]:
-        """Gives those of all tiers."""
-        tiers = self.policy.tiers(self.tier_options)
-        return runtime_states(tiers, self.adaptive, self.num_free)
+        """Gives those of all tiers, made once, before the first round."""
+        states, adaptive = dict[int, SpecRuntimeState](), self.adaptive
+        for tier in self.policy.tiers(self.tier_options):
+            sizes = ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier)
+            states[tier] = SpecRuntimeState(tier, max(0, tier - self.num_free), sizes)
+        return states
 
     @property
     def draft_steps(self) -> dict[DraftShape, tuple[range, ...]]:

@@ -102,7 +102,7 @@ class MeasuredRoundPrices:
         num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
         for chance, prompt_rows in prompts:
             cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-            whole_ms = cost.at(kv_tokens)
+            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
             if prompt_rows:
                 whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
             total_ms += chance * whole_ms

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from sglang.srt.lookahead.cut import (
     compute_optimal_k,
 )
 from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import PriceTable, no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize
@@ -63,13 +62,13 @@ class LatencyTables:
             case: whose rows of prompts are certain.
         """
         [(_, prompt_rows)] = case.prompts
-        found = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
-        costs = (
+        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
+        costs = [
             whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)
-            for rows, whole_ms in zip(found.rows, whole, strict=True)
-        )
-        return LatencyTable(found.rows, tuple(costs))
+            for rows, whole_ms in wholes
+        ]
+        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
 
     def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for; arguments as for
@@ -79,31 +78,23 @@ class LatencyTables:
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> _Buckets:
+    ) -> list[tuple[int, LatencyByKV]]:
+        """Rows and cost of each bucket, as they were measured."""
         width = 1 + num_drafts
         most = num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = {self.room(*whole) - prompt_rows for whole in wholes}
-        rows = sorted(room for room in rooms if room < most)
         beside = prompt_rows, num_plain
-        costs = [self._packed.cost(num_reqs, num_drafts, each, *beside) for each in rows]
-        costs.append(self._uniform.cost(num_reqs, num_drafts, most, *beside))
-        rows_ms, kv_ms = (np.array(column) for column in zip(*map(astuple, costs), strict=True))
-        return _Buckets((*rows, most), rows_ms, kv_ms)
-
-
-class _Buckets(NamedTuple):
-    """Buckets of a `LatencyTable`, as they were measured.
-
-    Attributes:
-        rows_ms, kv_ms: [len(rows)]; see `LatencyByKV`.
-    """
-
-    rows: tuple[int, ...]
-    rows_ms: Floats
-    kv_ms: Floats
+        return [
+            *(
+                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
+                for room in sorted(rooms)
+                if room < most
+            ),
+            (most, self._uniform.cost(num_reqs, num_drafts, most, *beside)),
+        ]
 
 
 def _without_graphs(prices: PriceTable) -> PriceTable:
@@ -149,6 +140,7 @@ class TileSpec:
         self._num_read = 0  # steps
         # By case, KV aside, and drafts; since prices were looked at last.
         self._known = dict[tuple[StepCase, int], LatencyTable]()
+        self._gains = dict[tuple[StepCase, int], float]()
 
     def cut(self, batch: ScheduleBatch, plan: StepPlan, is_probe: bool = False) -> StepPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
@@ -204,16 +196,13 @@ class TileSpec:
         `LatencyTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        count = (case.num_reqs - case.num_plain) * num_drafts
-        chances = self._chances(self._scores, num_drafts, count)
-        table = self._table(case, num_drafts)
-        return best_cut(chances, case.num_reqs, table, LEAST_GAIN).gain
-
-    @property
-    def gain_period(self) -> int:
-        """Gains are computed anew where this has changed: once scores are known, then every
-        LOOK_STEPS."""
-        return 0 if self._scores is None else 1 + self._num_read // LOOK_STEPS
+        key = case._replace(kv_tokens=0), num_drafts
+        if key not in self._gains:
+            count = (case.num_reqs - case.num_plain) * num_drafts
+            chances = self._chances(self._scores, num_drafts, count)
+            table = self._table(case, num_drafts)
+            self._gains[key] = best_cut(chances, case.num_reqs, table, LEAST_GAIN)[1]
+        return self._gains[key]
 
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
@@ -231,6 +220,7 @@ class TileSpec:
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
+            self._gains.clear()
         scores, num_drafts = scores_of(record), record.plan.num_drafts
         chances = None if scores is None else self._calibration.predict(scores)
         accepted, fed = [max(1, count) for count in result.accept_lens], result.num_drafts
@@ -312,8 +302,6 @@ class CutRoundPrices:
     def __init__(self, rounds: MeasuredRoundPrices, tile_spec: TileSpec) -> None:
         self._rounds = rounds
         self._tile_spec = tile_spec
-        self._gains: dict[tuple[StepCase, int], float] = {}  # by case, KV aside, and drafts
-        self._period = 0
 
     @property
     def spread(self) -> float:
@@ -325,13 +313,5 @@ class CutRoundPrices:
             whole_ms = self._rounds.round_ms(upcoming.beside(rows), num_drafts)
             # A few rows of prompts more change the gain little, and it takes long to compute.
             some = upcoming.beside(-(-rows // GAIN_GRAIN) * GAIN_GRAIN)
-            total_ms += chance * whole_ms / self._gain(some, num_drafts)
+            total_ms += chance * whole_ms / self._tile_spec.gain(some, num_drafts)
         return total_ms
-
-    def _gain(self, case: StepCase, num_drafts: int) -> float:
-        key, period = (case._replace(kv_tokens=0), num_drafts), self._tile_spec.gain_period
-        if period != self._period:
-            self._gains, self._period = {}, period
-        if key not in self._gains:
-            self._gains[key] = self._tile_spec.gain(case, num_drafts)
-        return self._gains[key]

@@ -17,7 +17,6 @@ Launch = Callable[[], object]  # returns when the work is in a GPU's queue, mayb
 Agree = Callable[[float], float]  # gives all ranks one number of what each has measured
 
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
-IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
 MOST_RUNS = 3  # on a GPU, for each that counts
 
 
@@ -68,28 +67,13 @@ def timed_passes(
     a slow moment affects one run of many. The first pass warms up and counts only if no other fits
     the budget. Once it has spent half of the budget, larger sizes are left out."""
     start, first = clock(), dict[int, list[float]]()
-    spent_s, last_size, last_ms = 0.0, 0, 0.0
     for size, launch in launches.items():
-        if len(first) >= CPU_MIN_SIZES and spent_s > budget_s / 2:
+        if len(first) >= CPU_MIN_SIZES and clock() - start > budget_s / 2:
             break
-        taken_ms = once_ms(launch)
-        # A time that grew faster than the size met a slow moment, which must not end the pass.
-        most_ms = IMPLAUSIBLE_GROWTH * last_ms * size / max(last_size, 1)
-        for _ in range(CPU_RETRIES):
-            if not 0 < most_ms < taken_ms or clock() - start > 2 * budget_s:
-                break
-            taken_ms = min(taken_ms, once_ms(launch))
-        first[size] = [taken_ms]
-        spent_s += taken_ms / 1e3
-        last_size, last_ms = size, taken_ms
-    for size, larger in itertools.pairwise(first):
-        for _ in range(CPU_RETRIES * (first[size] > first[larger])):
-            if clock() - start > 2 * budget_s:
-                break
-            first[size] = [min(*first[size], once_ms(launches[size]))]
-    times: dict[int, list[float]] = {size: [] for size in first}
+        first[size] = [once_ms(launch)]
+    pass_s, times = clock() - start, {size: list[float]() for size in first}
     for _ in range(CPU_MAX_PASSES):
-        if clock() - start + spent_s > 1.2 * budget_s:
+        if clock() - start + pass_s > 1.2 * budget_s:
             break
         for size, values in times.items():
             values.append(once_ms(launches[size]))

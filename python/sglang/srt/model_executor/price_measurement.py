@@ -13,7 +13,8 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -77,6 +78,9 @@ class PriceMeter:
         max_requests: requests in a step, at most.
         max_width: rows that a request feeds, at most.
         clock: seconds.
+
+    Attributes:
+        is_cpu: steps compute while they are launched, and the clock times them.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class PriceMeter:
         self._own_clock = clock
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
-        self._is_cpu = self._device.type == "cpu"
+        self.is_cpu = self._device.type == "cpu"
         self._width = runner.model.hidden_width
         self._states: torch.Tensor | None = None  # [n, D]; whose logits are computed
         self._generator = torch.Generator(self._device).manual_seed(0)
@@ -103,8 +107,8 @@ class PriceMeter:
         start = self._clock()
         logger.info("Measuring prices of steps.")
         prompt_kv_ms = self._prompt_attention()
-        graphs_ms = self._graphs(priced_graphs(self._runner, self._max_width))
-        eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S, "steps")
+        graphs_ms = self.graphs_ms(priced_graphs(self._runner, self._max_width))
+        eager = self.times_of(self.eager_rows(), self._step, CPU_ROWS_S, "steps")
         head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
         logger.info(
@@ -141,7 +145,7 @@ class PriceMeter:
 
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
         """Returns the milliseconds of each run after a first one."""
-        if not self._is_cpu:
+        if not self.is_cpu:
             return gpu_times_ms(launch, repeats, self._agree)
         launch()
         return [self._once_ms(launch) for _ in range(repeats)]
@@ -155,7 +159,7 @@ class PriceMeter:
         """Returns the typical deviation of a plain step's time from the median, as a share; 0 where
         a step takes too long to be repeated."""
         launch = self._launch([1])
-        if self._is_cpu and self._once_ms(launch) * PLAIN_REPEATS > CPU_PLAIN_S * 1e3:
+        if self.is_cpu and self._once_ms(launch) * PLAIN_REPEATS > CPU_PLAIN_S * 1e3:
             return 0.0
         times = self._times_ms(launch, PLAIN_REPEATS)
         middle = statistics.median(times)
@@ -163,7 +167,7 @@ class PriceMeter:
 
     # ------------------------------------------------------------ what is timed
 
-    def _graphs(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
+    def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph. Those that steps would not replay, since a
         larger graph seems to cost less, are timed again: they may have met a slow moment."""
         graphs = shown(keys, "graphs", self._device)
@@ -183,7 +187,7 @@ class PriceMeter:
     ) -> dict[int, list[float]]:
         """Measures the milliseconds of each run, by size, on a CPU within `budget_s`. On a GPU a
         progress bar shows the size that is timed."""
-        if not self._is_cpu:
+        if not self.is_cpu:
             return {
                 size: self._times_ms(launch_of(size), REPEATS if size < SLOW_ROWS else 1)
                 for size in shown(sizes, what, self._device)
@@ -195,7 +199,7 @@ class PriceMeter:
         """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
         of the most rows, each with no KV and with much."""
         count, length = KV_REQUESTS, KV_TOKENS
-        if self._is_cpu:
+        if self.is_cpu:
             count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
             step_s = self._once_ms(self._launch([self._max_width] * count)) / 1e3
             if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
@@ -206,17 +210,25 @@ class PriceMeter:
         length = min(length, longest, num_slots // count)
         if length < 2:
             return 0.0, 0.0
-        slots = torch.arange(count * length, device=self._device) + self._runner.kv_pool.page_size
-        self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
-        try:
+        with self._kv(count, length):
             narrow = self._kv_slope([1] * count, length, KV_REPEATS)
             if self._max_width == 1:
                 return max(narrow, 0.0), 0.0
             wide = self._kv_slope([self._max_width] * count, length, KV_REPEATS)
-        finally:
-            self._table[:count, :length] = 0
         per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
         return max(0.0, narrow - per_row), per_row
+
+    @contextmanager
+    def _kv(self, count: int, length: int) -> Iterator[None]:
+        """While this lasts, the first rows of the table have so many slots each."""
+        page_size = self._runner.kv_pool.page_size
+        num_slots = self._runner.memory.num_pages * page_size
+        slots = page_size + torch.arange(count * length, device=self._device) % num_slots
+        self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
+        try:
+            yield
+        finally:
+            self._table[:count, :length] = 0
 
     def _kv_slope(self, q_lens: list[int], length: int, repeats: int) -> float:
         """Returns the milliseconds per token of KV, of `length` before each request."""
@@ -229,7 +241,7 @@ class PriceMeter:
         """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before
         them and with much."""
         wished, length, repeats = [*CHUNK_ROWS], CHUNK_KV_TOKENS, CHUNK_REPEATS
-        if self._is_cpu:
+        if self.is_cpu:
             wished, length, repeats = [*CPU_CHUNK_ROWS], CPU_CHUNK_KV_TOKENS, 1
         width = self._table.shape[1]
         most = min(wished[-1], self._runner.max_prompt_rows, width // 2)
@@ -237,17 +249,10 @@ class PriceMeter:
             return FREE
         length = min(length, width - most)
         sizes = tuple(sorted({min(size, most) for size in wished}))
-        if self._is_cpu and self._once_ms(self._launch([most])) * 4 > CPU_CHUNK_S * 1e3:
+        if self.is_cpu and self._once_ms(self._launch([most])) * 4 > CPU_CHUNK_S * 1e3:
             return FREE  # a large model: weights outweigh KV
-        page_size = self._runner.kv_pool.page_size
-        slots = torch.arange(length, device=self._device) % (
-            self._runner.memory.num_pages * page_size
-        )
-        self._table[0, :length] = (slots + page_size).to(self._table.dtype)
-        try:
+        with self._kv(1, length):
             costs = [max(0.0, self._kv_slope([size], length, repeats)) for size in sizes]
-        finally:
-            self._table[0, :length] = 0
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
@@ -318,11 +323,11 @@ class PriceMeter:
         )
         return replace(batch, input_ids=ids)
 
-    def _eager_rows(self) -> list[int]:
+    def eager_rows(self) -> list[int]:
         """Returns the sizes that no graph covers, up to the largest step: only the largest ones,
         where graphs serve steps with prompts."""
         keys, decode_rows = self._runner.graph_keys, self._max_requests * self._max_width
-        if self._is_cpu:
+        if self.is_cpu:
             most = decode_rows + self._runner.max_prompt_rows
             return [size for size in (*EAGER_ROWS, *MANY_ROWS) if size <= most] or [1]
         most = min(max(decode_rows, self._runner.max_prompt_rows), MANY_ROWS[-1])

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, check_fits
+from sglang.srt.head_checks import check_fits
+from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig
 from sglang.srt.head_tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture

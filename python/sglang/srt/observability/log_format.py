@@ -14,14 +14,17 @@ FIGURES = {"has_figures": True}  # `extra` of a record whose numbers stand out
 LEVEL_CODES = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 NUMBER = re.compile(r"\d[\d.,]*\d%?|\d%?")
 LINE, DEFAULTS = " %(levelname)s%(request)s %(message)s", {"request": ""}
+RANK_VARIABLE = "SGLANG_DP_RANK"  # the number of a server among several of --dp-size
 HEAD, DATES = "[%(asctime)s {role}]", "%Y-%m-%d %H:%M:%S"
 
 
 def make_handler(
     stream: TextIO, role: str, environ: Mapping[str, str] = os.environ
 ) -> logging.Handler:
-    """Makes what writes lines of a process to `stream`: time, role, level and message."""
-    head = HEAD.format(role=role)
+    """Makes what writes lines of a process to `stream`: time, role, level and message. The role is
+    that of a server's number, too, where `RANK_VARIABLE` has one."""
+    number = environ.get(RANK_VARIABLE)
+    head = HEAD.format(role=role if number is None else f"DP{number} {role}")
     handler = logging.StreamHandler(stream)
     handler.addFilter(NamedRequests())
     if has_colours(stream, environ):

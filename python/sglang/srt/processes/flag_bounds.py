@@ -49,6 +49,7 @@ BOUNDS = {
     "speculative_num_steps": (1, MAX_NUM_STEPS),
     "speculative_eagle_topk": (1, MAX_ROWS),
     "speculative_num_draft_tokens": (2, 1 + MAX_NUM_STEPS),
+    "speculative_dflash_block_size": (2, 1 + MAX_NUM_STEPS),
     "speculative_accept_threshold_single": (0, 1),
     "speculative_accept_threshold_acc": (0, 1),
     "speculative_ngram_max_trie_depth": (1, 64),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sglang.srt.environ import Environ
-from sglang.srt.lookahead.mask_rows import MTPConfig
+from sglang.srt.lookahead.mask_planner import MTPConfig
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig
@@ -107,7 +107,7 @@ def resolve(
         num_threads=num_threads_of(args, platform.num_cores),
     )
     scheduler = SchedulerConfig(
-        planner=planner,
+        planner=replace(planner, finds_shared_kv=execution.capabilities.shares_kv),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),

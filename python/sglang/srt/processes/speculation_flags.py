@@ -25,6 +25,7 @@ from sglang.srt.processes.round_flags import (
     ADAPTIVE,
     CONFIG,
     LOAD_AWARE,
+    STEPS,
     TILE_SPEC,
     TOKENS,
     TOPK,
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 ALGORITHM, DRAFT_PATH = "speculative_algorithm", "speculative_draft_model_path"
 DRAFT_REVISION = "speculative_draft_model_revision"
 MAX_BREADTH = "speculative_ngram_max_bfs_breadth"
+BLOCK_SIZE = "speculative_dflash_block_size"
 BREADTHS = (MAX_BREADTH, "speculative_ngram_min_bfs_breadth")
 CORPUS = "speculative_ngram_external_corpus_path"
 NGRAM_NUM_DRAFTS = 11  # SGLang's
@@ -74,7 +76,7 @@ NEEDS = {
 OF_MODELS = frozenset({DRAFT_PATH, DRAFT_REVISION, ADAPTIVE})
 OF_HEADS = OF_MODELS | {TOPK, "speculative_token_map"}
 OF_NGRAM = frozenset(name for name in NOTHING if name.startswith("speculative_ngram_"))
-OF_ALL = frozenset(NOTHING) - OF_HEADS - OF_NGRAM
+OF_ALL = frozenset(NOTHING) - OF_HEADS - OF_NGRAM - {BLOCK_SIZE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,17 @@ def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=1)
     flag, path = as_flag(DRAFT_PATH), str(args.speculative_draft_model_path or target.path)
     head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
+    most = None if head.mask is None else head.mask.depths
+    if most is not None and rounds.num_steps > most:
+        logger.warning(
+            "%s %s: the head was trained for %d drafts, and of %d those behind them are seldom"
+            " right; %s would keep to them.",
+            flag,
+            path,
+            most,
+            rounds.num_steps,
+            as_flag(STEPS, most),
+        )
     return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
 
@@ -217,6 +230,13 @@ def _dflash(asked: Asked) -> EagleConfig:
     more = args.speculative_token_map, as_flag(DRAFT_PATH)
     head = load_head_config(path, DFLASH, asked.model, *more)
     assert head.mask is not None, "A head of DFlash has a block."
+    size = args.speculative_dflash_block_size
+    if size not in (None, head.mask.block_size):
+        problem = (
+            f"is not {head.mask.block_size}, the rows of a block that the head was trained for"
+        )
+        remedy = f"leave it out; {as_flag(TOKENS)} says how many are verified"
+        raise Refusal(as_flag(BLOCK_SIZE, size), problem, remedy)
     rounds = model_rounds(asked, num_free=0, block_size=head.mask.block_size)
     return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
@@ -298,7 +318,7 @@ ALGORITHMS = {
     SpeculativeAlgorithm.NEXTN: a_head(options=partial(_eagle, NEXTN), draft_model=None),
     SpeculativeAlgorithm.DFLASH: Algorithm(
         drafter="dflash",
-        flags=OF_ALL | OF_HEADS - {TOPK},
+        flags=(OF_ALL | OF_HEADS | {BLOCK_SIZE}) - {TOPK},
         options=_dflash,
         draft_model="a head of DFlash that was trained for this model",
         instead={TOPK: "leave it out: a block is a chain"},

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import torch
 
-from sglang.srt.lookahead.prompt_budget import PromptBudget, make_budget
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.processes.kept_prices import kept_or_measured, still_holds
 from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.confirm import Confirm, ConfirmByThresholds, ConfirmSoMany
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, DrafterType, PlannedDrafter
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
-from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, folder_of
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
@@ -61,13 +60,8 @@ def measure_prices(
     num_rows = runner.req_to_token_pool.num_rows
     meter = PriceMeter(runner, num_rows, config.execution.max_decode_rows)
     if (cache := config.needs.price_cache) is not None:
-        prices = TileSpecProfiler(cache, runner).target(
-            meter.measure, lambda kept: still_holds(kept, meter)
-        )
-    elif kept is not None:
-        prices = kept_or_measured(kept, runner, meter)
-    else:
-        prices = meter.measure()
+        kept = folder_of(cache, runner)
+    prices = meter.measure() if kept is None else TileSpecProfiler(kept, runner).target(meter)
     runner.prefer_cheaper_graphs(prices.graphs_ms)
     return prices
 
@@ -75,8 +69,8 @@ def measure_prices(
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
     """Makes the budget of prompt tokens of a step."""
     planner = config.scheduler.planner
-    return make_budget(
-        planner.chunked_prefill_size, planner.max_step_ms, prices, planner.bounds_streams_alone
+    return PromptBudget(
+        planner.chunked_prefill_size, prices, planner.max_step_ms, planner.bounds_streams_alone
     )
 
 

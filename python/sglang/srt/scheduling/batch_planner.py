@@ -5,11 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sglang.srt.lookahead.prompt_budget import (
-    DecodeLoad,
-    FixedBudget,
-    PromptBudget,
-)
+from sglang.srt.lookahead.prompt_budget import PromptBudget
 from sglang.srt.mem_cache.shared_prefixes import SharedPrefixes
 from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -22,6 +18,7 @@ from sglang.srt.scheduling.schedule_policy import (
     preemptible,
 )
 from sglang.srt.scheduling.step_builder import PlannedStep, PromptFeed, StepBuilder
+from sglang.srt.step.price_table import StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +38,8 @@ class PlannerConfig:
         retract_interval: each request is retracted when it has emitted in this many steps since its
             admission (a test switch); 0: never.
         splits_prompts: whether a prompt may be fed in several steps.
+        finds_shared_kv: steps name the prefixes that their requests share, for attention that gains
+            from it.
     """
 
     chunked_prefill_size: int
@@ -51,6 +50,7 @@ class PlannerConfig:
     preemption_threshold: int | None = None
     retract_interval: int = 0
     splits_prompts: bool = True
+    finds_shared_kv: bool = False
 
 
 class MustDrain(Exception):
@@ -72,7 +72,7 @@ class BatchPlanner:
         budget: PromptBudget | None = None,
     ) -> None:
         self._config = config
-        self._budget = budget or FixedBudget(config.chunked_prefill_size)
+        self._budget = budget or PromptBudget(config.chunked_prefill_size)
         self._lifecycle = lifecycle
         self._ledger = lifecycle.ledger
         self._shared_prefixes = SharedPrefixes(lifecycle.ledger)
@@ -101,7 +101,8 @@ class BatchPlanner:
         if step.is_empty:
             return None
         self._ratio.on_step()
-        step.shared_prefixes = self._shared_prefixes.find(step.decoded_kv)
+        if self._config.finds_shared_kv:
+            step.shared_prefixes = self._shared_prefixes.find(step.decoded_kv)
         return step.build(self._ledger.take_table_writes(), self._lifecycle.take_ended_texts())
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -249,11 +250,12 @@ class BatchPlanner:
         return req.committed_bound + req.width.decode_rows
 
 
-def _decode_load(decoding: list[Req]) -> DecodeLoad:
+def _decode_load(decoding: list[Req]) -> StepShape:
     """Adds up the decodes, each with the most rows that it may feed."""
-    num_rows = kv_tokens = row_kv = 0
+    widest = num_rows = kv_tokens = row_kv = 0
     for req in decoding:
+        widest = max(widest, req.width.decode_rows)
         num_rows += req.width.decode_rows
         kv_tokens += req.committed_bound
         row_kv += req.width.decode_rows * req.committed_bound
-    return DecodeLoad(len(decoding), num_rows, num_rows, kv_tokens, row_kv)
+    return StepShape(len(decoding), widest, num_rows, num_rows, kv_tokens, row_kv)

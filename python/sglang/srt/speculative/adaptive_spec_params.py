@@ -1,4 +1,4 @@
-"""SGLang's path of `lookahead/ema.py`. No torch."""
+"""SGLang's path of `lookahead/ema.py`."""
 
 from sglang.srt.lookahead.ema import (
     AdaptiveSpeculativeParams as AdaptiveSpeculativeParams,

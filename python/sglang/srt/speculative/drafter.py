@@ -79,7 +79,8 @@ class ExtendedStep:
     Attributes:
         state: the device rows, as the step leaves them.
         rows: [R] int64; row of the request-to-token table.
-        output: [R, width]; what `extend` gave, if anything.
+        output: [R, width]; what `extend` gave, if anything, of those that its models were fed
+            (`StepPlan.without_model`).
     """
 
     batch: ScheduleBatch
@@ -98,12 +99,14 @@ class DrafterParts:
         runners: of the target and, after it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where none are measured.
+        modelless: the name of a drafter beside it that needs no model; None: there is none.
     """
 
     options: Any
     runners: RunnerGroup
     state: RequestRows
     prices: PriceTable | None = None
+    modelless: str | None = None
 
 
 class Drafter(Protocol):

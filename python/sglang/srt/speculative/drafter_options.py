@@ -90,8 +90,6 @@ class DrafterNeeds:
             on the host that depends on more than these numbers, and the plan of a step has
             `StepPlan.next_drafts`. Empty: no step may be.
         proposes_without_output: `propose` gives drafts also where `extend` gave nothing.
-        feeds_by_drafting: proposing feeds its models the certain token, so that it must propose for
-            every request that verifies drafts, whoever made them.
     """
 
     max_drafts: int
@@ -111,7 +109,6 @@ class DrafterNeeds:
     bypasses_graphs: bool = False
     rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)
     proposes_without_output: bool = False
-    feeds_by_drafting: bool = False
 
     @property
     def max_slots(self) -> int:

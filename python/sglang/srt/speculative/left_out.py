@@ -1,13 +1,11 @@
-"""Tokens that a drafter is not fed (`StepPlan.left_out`): what of them is on the device.
+"""Tokens that a drafter's models are not fed (`StepPlan.left_out`): what of them is on the device.
 
-The drafter's models have no KV of them, so of each row they see those after the last one alone
+The models have no KV of them, so of each row they see those after the last one alone
 (`MHATokenToKVPool.kv_starts`). Their pools mark the slots (`left_out`): a cached prefix may have
 some.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +13,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.speculative.drafter import ComputedStep
-from sglang.srt.speculative.step_parts import part_of
+from sglang.srt.speculative.step_parts import others, part_of, rows_of_places
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 
@@ -42,31 +40,37 @@ class LeftOutTokens:
         """Gets `kv_starts` ready before a step is launched: new requests see all KV, and those that
         are fed again (`StepPlan.fed_again`) see the KV of what they are fed from now on."""
         if self._any_marked and batch.new_rows:
-            new = self._on_device([new.row for new in batch.new_rows])
+            new = to_device([each.row for each in batch.new_rows], self._table.device, torch.int64)
             for starts, _ in self._marks:  # not `starts[new] = 0`, for which torch 2.11 waits
                 starts.index_fill_(0, new, 0)
         if plan.fed_again:
-            rows = self._on_device(plan.fed_again)
+            rows = to_device(plan.fed_again, self._table.device, torch.int64)
             for starts, _ in self._marks:
                 starts[rows] = self._state.committed[rows]
 
     def fed(self, step: ComputedStep) -> ComputedStep | None:
         """Returns the part of a step that the drafter is fed; None: nothing. Called in the capture
         of graphs of steps too. Waits for nothing on the device."""
-        plan, num_reqs = step.plan, len(step.batch.rows)
+        plan = step.plan
+        self._mark(step, {*plan.left_out, *plan.without_model})
+        if plan.rests:
+            return None
         if plan.left_out:
-            self._any_marked = bool(self._marks)
-            for _, is_left_out in self._marks:
-                is_left_out.index_fill_(0, step.inputs.slots, True)
-            if plan.rests:
-                return None
-            out = set(plan.left_out)
-            step = part_of(step, [place for place in range(num_reqs) if place not in out])
-        for _, is_left_out in self._marks:
-            is_left_out.index_fill_(0, step.inputs.slots, False)
+            step = part_of(step, others(step.batch.rows, plan.left_out))
         if self._any_marked:
             self._hide_prefixes(step)
         return step
+
+    def _mark(self, step: ComputedStep, unfed: set[int]) -> None:
+        """Marks the slots of the requests at places `unfed` of a step, and those of no others."""
+        self._any_marked |= bool(unfed and self._marks)
+        slots, is_mixed = step.inputs.slots, 0 < len(unfed) < len(step.batch.rows)
+        is_unfed = rows_of_places(step, unfed) if is_mixed and self._marks else None
+        for _, is_left_out in self._marks:
+            if is_unfed is None:
+                is_left_out.index_fill_(0, slots, bool(unfed))
+            else:
+                is_left_out.index_copy_(0, slots, is_unfed)
 
     def _hide_prefixes(self, step: ComputedStep) -> None:
         """Hides the cached prefix of new requests up to its last slot that is marked."""
@@ -77,6 +81,3 @@ class LeftOutTokens:
             ends = torch.arange(1, new.num_committed + 1, device=slots.device)
             for starts, is_left_out in self._marks:
                 starts[new.row] = (ends * is_left_out[slots]).amax()
-
-    def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
-        return to_device(rows, self._table.device, torch.int64)

@@ -12,8 +12,9 @@ nothing here: between them there is no choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -37,6 +38,7 @@ from sglang.srt.speculative.ngram_confidence import MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import NgramOps
 from sglang.srt.speculative.ngram_worker import DEFAULT_CAPACITY, planned_counts, within_budget
+from sglang.srt.speculative.step_parts import extended_part_of, others, part_of
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import DraftMakers, ScheduleBatch
@@ -45,6 +47,7 @@ from sglang.srt.step.worker import DraftMakers, ScheduleBatch
 SHARES_OF_CLASS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 MODEL_PRIORS = (PRIOR_CONFIDENCE,) * (1 + len(SHARES_OF_CLASS))
 EITHER, MODEL, NGRAMS = 0, 1, 2  # what a request asks for
+Step = TypeVar("Step", ComputedStep, ExtendedStep)
 
 
 class _Judged(NamedTuple):
@@ -98,8 +101,8 @@ class _Chains:
 
 class PairDrafter(Drafter):
     """Lets the drafter with a model do all that it does alone, then writes the chains of n-grams
-    over its own where these are given. A head drafts nothing for requests that name n-grams, except
-    in graphs, where leaving them out would save nothing."""
+    over its own where these are given. Where its models may be left out, they are not fed requests
+    that name n-grams (`StepPlan.without_model`)."""
 
     def __init__(self, parts: DrafterParts, model: Drafter) -> None:
         options: PairConfig = parts.options
@@ -119,8 +122,6 @@ class PairDrafter(Drafter):
         of_match = MatchConfidence(num_rows, most, padding, device, LONGEST_OF_CLASS, PRIORS)
         self._of_model = _Chains(num_rows, most, of_model)
         self._of_match = _Chains(num_rows, most, of_match)
-        self._drafts_for_all = self.needs(options).feeds_by_drafting
-        self._wishes = [EITHER] * num_rows  # and on the device:
         self._wish_of_row = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._offsets = torch.arange(1, 1 + most, device=device)
         self._names = (*options.drafter.shown, NGRAM_NAME)
@@ -139,7 +140,10 @@ class PairDrafter(Drafter):
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
         options: PairConfig = parts.options
-        made = _kind(options).make(replace(parts, options=options.drafter.options))
+        # Only the device knows how many drafts of a request a step feeds that `TileSpec` cuts.
+        modelless = NGRAM_NAME if options.rounds.tile_spec_cache is None else None
+        of_model = replace(parts, options=options.drafter.options, modelless=modelless)
+        made = _kind(options).make(of_model)
         return PlannedDrafter(made.planner, cls(parts, made.drafter))
 
     def lens(self) -> torch.Tensor | None:
@@ -153,16 +157,15 @@ class PairDrafter(Drafter):
         self._model.prepare(batch, plan)
         if not batch.new_rows:
             return
-        for new in batch.new_rows:
-            self._wishes[new.row] = _wish(new.params.speculative.drafter)
-        pairs = [(new.row, self._wishes[new.row]) for new in batch.new_rows]
+        pairs = [(new.row, _wish(new.params.speculative.drafter)) for new in batch.new_rows]
         rows, wishes = to_device(pairs, self._wish_of_row.device, torch.int64).T
         self._wish_of_row[rows] = wishes
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         if step.accepted.num_drafts is not None:
             self._learn(step.inputs.rows, step.accepted, step.accepted.num_drafts)
-        return self._model.extend(step)
+        fed = _fed(step, part_of)
+        return None if fed is None else self._model.extend(fed)
 
     def _learn(
         self, rows: torch.Tensor, accepted: AcceptedTokens, num_drafts: torch.Tensor
@@ -184,7 +187,8 @@ class PairDrafter(Drafter):
         rows, wish = step.rows, self._wish_of_row[step.rows]
         found = self._ops.find(rows, num_drafts)  # before there are drafts in the token table
         counts = planned_counts(step, num_drafts)
-        self._model.propose(self._of_the_model(step))
+        if (fed := _fed(step, extended_part_of)) is not None:
+            self._model.propose(fed)
         of_model = self._judged_model(rows, torch.where(wish == NGRAMS, 0, counts), num_drafts)
         counts = within_budget(counts, found, self._corpus_budget)
         of_match = self._of_match.judge(rows, found.tokens, counts, found.match_lens)
@@ -196,15 +200,6 @@ class PairDrafter(Drafter):
             found.tokens, of_match.chances, per_request_draft_token_num=counts
         )
         drafts.write(self._step_ops, self._state, rows)  # over the model's
-
-    def _of_the_model(self, step: ExtendedStep) -> ExtendedStep:
-        """Returns the step without drafts for requests that name n-grams; the same step if the
-        model must draft for all (`DrafterNeeds.feeds_by_drafting`)."""
-        if self._drafts_for_all:
-            return step
-        planned = zip(step.batch.rows, step.plan.next_drafts, strict=True)
-        counts = [0 if self._wishes[row] == NGRAMS else count for row, count in planned]
-        return replace(step, plan=replace(step.plan, next_drafts=counts))
 
     def _judged_model(self, rows: torch.Tensor, counts: torch.Tensor, num_drafts: int) -> _Judged:
         """Judges the chains that the model has just written for rows [R], counts [R] drafts of
@@ -221,6 +216,15 @@ class PairDrafter(Drafter):
 def _kind(options: PairConfig) -> DrafterType:
     kind: DrafterType = DRAFTERS.load(options.drafter.name)
     return kind
+
+
+def _fed(step: Step, cut: Callable[[Step, Sequence[int]], Step]) -> Step | None:
+    """Returns the part of a step that the model is fed; None: nothing."""
+    without = step.plan.without_model
+    if not without:
+        return step
+    places = others(step.batch.rows, without)
+    return cut(step, places) if places else None
 
 
 def _wish(name: str | None) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
-from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.draft_rows import DraftRows, LeftOutRows
+from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts, same_size
-from sglang.srt.lookahead.planner import LookaheadPlanner
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
 from sglang.srt.lookahead.tile_spec import CutRoundPrices, LatencyTables, TileSpec
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
-from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, cliffs, folder_of
+
+logger = logging.getLogger(__name__)
 
 
 def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoundPrices | None:
@@ -34,8 +35,10 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     if rounds.tile_spec_cache is None:
         prices = measure()
     else:
-        profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
-        prices = profiler.head(head, target_prices, measure)
+        ends = cliffs(target_prices) or "no number of"
+        logger.info("--tile-spec: steps take far longer after %s rows.", ends)
+        folder = folder_of(rounds.tile_spec_cache, parts.runners.target)
+        prices = TileSpecProfiler(folder, head, parts.runners.target).head(measure)
     return MeasuredRoundPrices(
         target_prices,
         prices,
@@ -68,7 +71,7 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
 
 def planner_of_rounds(
     options: RoundOptions, parts: DrafterParts, prices: MeasuredRoundPrices | None
-) -> LookaheadPlanner[StepPlan]:
+) -> DraftPlanner:
     """
     Args:
         prices: None where nothing goes by them.
@@ -91,8 +94,6 @@ def planner_of_rounds(
             feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )
     )
-    reads_matches = policy.reads_matches
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
-    left_out = LeftOutRows() if may_rest else None
-    rows = DraftRows(options, num_rows, policy.settled, reads_matches, tile_spec, left_out)
-    return LookaheadPlanner(rows, policy)
+    left_out = LeftOutRows(parts.modelless) if may_rest else None
+    return DraftPlanner(options, num_rows, policy, tile_spec, left_out)

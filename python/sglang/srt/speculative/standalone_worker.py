@@ -58,7 +58,6 @@ class StandaloneDrafter(Drafter):
             needs_of_rounds(options.rounds),
             suppressed_token_ids=options.suppressed_token_ids,
             proposes_without_output=True,
-            feeds_by_drafting=True,
         )
 
     @staticmethod

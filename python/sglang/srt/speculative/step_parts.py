@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep
+from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, ExtendedStep
 from sglang.srt.step.step_ops import (
     NUM_READ,
     Q_LEN,
@@ -24,6 +24,7 @@ from sglang.srt.step.step_ops import (
     RowLayout,
     StepCounts,
 )
+from sglang.srt.step.worker import ScheduleBatch
 
 T = TypeVar("T")
 
@@ -83,12 +84,7 @@ def part_of(step: ComputedStep, places: Sequence[int]) -> ComputedStep:
     hidden, probs = forward.hidden, step.chosen.probs
     index = fed.index if len(hidden) == num_rows else read.index
     return ComputedStep(
-        batch=replace(
-            step.batch,
-            requests=_those(step.batch.requests, places),
-            logprobs=None,
-            hidden_rows=[],
-        ),
+        batch=_batch_of(step.batch, places),
         plan=plan,
         state=step.state,
         inputs=_inputs_of(inputs, part, chosen, places, fed.index),
@@ -96,6 +92,40 @@ def part_of(step: ComputedStep, places: Sequence[int]) -> ComputedStep:
         chosen=ChosenTokens(part, step.chosen.targets[read.index], _taken(probs, read.index)),
         accepted=_accepted_of(step.accepted, chosen),
     )
+
+
+def extended_part_of(step: ExtendedStep, places: Sequence[int]) -> ExtendedStep:
+    """Returns the step as `part_of` does; its output is that of these requests already."""
+    chosen = to_device(list(places), step.rows.device, torch.int64)
+    return ExtendedStep(
+        batch=_batch_of(step.batch, places),
+        plan=_plan_of(step.plan, places),
+        state=step.state,
+        rows=step.rows[chosen],
+        output=step.output,
+    )
+
+
+def rows_of_places(step: ComputedStep, places: Collection[int]) -> torch.Tensor:
+    """[T] bool; tells of each row fed whether its request is at one of these places; of padding
+    anything."""
+    per_request = step.chosen.layout.per_request
+    ends = per_request[Q_START] + per_request[Q_LEN]
+    rows = torch.arange(len(step.inputs.slots), device=ends.device)
+    requests = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+    is_there = [place in places for place in range(len(ends))]
+    return to_device(is_there, ends.device, torch.bool)[requests]
+
+
+def others(values: Sequence[object], places: Sequence[int]) -> list[int]:
+    """Returns the places of all values but those at `places`."""
+    gone = set(places)
+    return [place for place in range(len(values)) if place not in gone]
+
+
+def _batch_of(batch: ScheduleBatch, places: Sequence[int]) -> ScheduleBatch:
+    requests = _those(batch.requests, places)
+    return replace(batch, requests=requests, logprobs=None, hidden_rows=[])
 
 
 def _those(values: Sequence[T], places: Sequence[int]) -> list[T]:
@@ -127,6 +157,7 @@ def _plan_of(plan: StepPlan, places: Sequence[int]) -> StepPlan:
         num_drafts=_those(plan.num_drafts, places),
         next_drafts=_those(plan.next_drafts, places),
         left_out=(),
+        without_model=[new for new, old in enumerate(places) if old in plan.without_model],
     )
 
 

@@ -66,6 +66,13 @@ class Curve:
     sizes: tuple[int, ...]
     costs_ms: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        is_ascending = list(self.sizes) == sorted({0, *self.sizes})[1:]
+        if not self.sizes or not is_ascending or len(self.sizes) != len(self.costs_ms):
+            raise ValueError("A curve has ascending sizes of at least 1, each with a time.")
+        if min(self.costs_ms) < 0:
+            raise ValueError("No time is below 0.")
+
     def at(self, size: int) -> float:
         """Beyond the last size the mean slope of the second half continues, since the last piece
         alone may be flat. With one size, cost grows in proportion."""

@@ -27,7 +27,7 @@ from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
 from sglang.srt.layers.forward_batch import ModelOutput
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.draft_rows import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import plan_of_drafts
 from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
@@ -279,6 +279,8 @@ class RoundGraphs:
     def propose(self, step: ExtendedStep) -> bool:
         """Proposes what is next; False if there is no graph for it."""
         counts, rows = step.plan.next_drafts, step.batch.rows
+        if step.plan.without_model:
+            return False
         kind = _Proposal(counts[0], step.output is not None)
         found = _smallest(self._proposals.get(kind), len(rows))
         if found is None or self._are_checked or list(counts) != [counts[0]] * len(rows):
@@ -333,7 +335,7 @@ def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
 def _is_uniform(batch: ScheduleBatch, plan: StepPlan, num_drafts: int) -> bool:
     """Tells whether every request verifies `num_drafts` drafts, and none asks for more."""
     return (
-        not plan.left_out
+        not (plan.left_out or plan.without_model)
         and plan.counts.q_lens == [1 + num_drafts] * len(batch.rows)
         and plan.counts.packed is None
         and not any(batch.num_prompt_tokens)

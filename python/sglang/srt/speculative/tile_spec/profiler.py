@@ -2,8 +2,8 @@
 
 Prices are times of the captured graphs, of larger steps and of the head's draft steps
 (`price_measurement.py`, `draft_price_measurement.py`): that takes seconds, and no text and no
-requests. They are kept as JSON, of the target and of its head, each with what it was measured with.
-What is no such file, or was measured with anything else, is measured again.
+requests. They are kept as JSON, with what they were measured with: the file's name is a digest of
+that. What is no such file is measured again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import json
 import logging
 import os
 import re
+import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -30,14 +31,15 @@ from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.lookahead.cut import PiecewiseLinearLatency
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
+from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
 from sglang.srt.platform import Platform
-from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "prices.json"
+# Graphs whose times are compared with their prices, and the share by which the median may be less.
+CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
 MAX_BYTES = 4 << 20
 DAMAGED = "damaged, or of another version"
 # Folders of this package whose code decides how long a step takes.
@@ -60,180 +62,127 @@ TIMED_FIELDS = (
 )
 
 # What a file may hold. JSON has neither NaN nor infinity.
-Size = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
-StepPrice = Annotated[float, msgspec.Meta(gt=0, le=1e7)]  # a step takes time
-Prices = Annotated[list[tuple[Size, Price]], msgspec.Meta(min_length=1)]
-StepPrices = Annotated[list[tuple[Size, StepPrice]], msgspec.Meta(min_length=1)]
-
-T = TypeVar("T")
+TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.name != "find"]
 
 
 class ProfileError(Exception):
     """A kept profile cannot be used; the text says why."""
 
 
-class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
-    """A `PriceTable` as it is kept, without `find`: the runner finds its graphs."""
-
-    graphs_ms: list[tuple[GraphKey, StepPrice]]
-    eager: StepPrices
-    head: Prices
-    kv_ms: Price
-    row_kv_ms: Price
-    prompt_kv_ms: Prices
-    spread: Price
-
-    @classmethod
-    def of(cls, prices: PriceTable) -> KeptTable:
-        return cls(
-            graphs_ms=list(prices.graphs_ms.items()),
-            eager=_pairs(prices.eager),
-            head=_pairs(prices.head),
-            kv_ms=prices.kv_ms,
-            row_kv_ms=prices.row_kv_ms,
-            prompt_kv_ms=_pairs(prices.prompt_kv_ms),
-            spread=prices.spread,
-        )
-
-    def table_of(self, runner: ModelRunner) -> PriceTable:
-        """The prices of exactly the graphs that a runner has."""
-        keys = priced_graphs(runner, runner.config.max_decode_rows)
-        if Counter(keys) != Counter(key for key, _ in self.graphs_ms):
-            raise ProfileError("measured with another set of graphs")
-        return PriceTable(
-            find=graph_finder(runner),
-            graphs_ms=dict(self.graphs_ms),
-            eager=_curve(self.eager),
-            head=_curve(self.head),
-            kv_ms=self.kv_ms,
-            row_kv_ms=self.row_kv_ms,
-            prompt_kv_ms=_curve(self.prompt_kv_ms),
-            spread=self.spread,
-        )
-
-
-class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
-    """`DraftPrices` as they are kept."""
-
-    extend: KeptTable
-    passes: list[tuple[int | TreeShape, Prices]]
-
-    @classmethod
-    def of(cls, prices: DraftPrices) -> KeptDrafts:
-        passes = [(shape, _pairs(curve)) for shape, curve in prices.passes.items()]
-        return cls(KeptTable.of(prices.extend), passes)
-
-    def prices_of(self, runner: ModelRunner) -> DraftPrices:
-        """The prices of exactly the draft steps that a runner has."""
-        if Counter(shape for shape, _ in self.passes) != Counter([*runner.config.draft_steps]):
-            raise ProfileError("its prices are damaged")
-        passes = {shape: _curve(pairs) for shape, pairs in self.passes}
-        return DraftPrices(self.extend.table_of(runner), passes)
-
-
-class Kept(msgspec.Struct, Generic[T]):
-    """Prices of a runner's steps, and what they were measured with."""
+class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of a file: what prices were measured with, those of a `PriceTable` but `find`,
+    since the runner finds its graphs, and of a head `DraftPrices.passes`."""
 
     measured_with: dict[str, str]
-    prices: T
+    graphs_ms: list[tuple[GraphKey, Price]]
+    eager: Curve
+    head: Curve
+    kv_ms: Price
+    row_kv_ms: Price
+    prompt_kv_ms: Curve
+    spread: Price
+    passes: list[tuple[int | TreeShape, Curve]]
 
-    def checked(self, runner: ModelRunner) -> T:
-        """The prices, if they are of this runner."""
-        for name, value in measured_with(runner).items():
-            if self.measured_with.get(name) != value:
-                raise ProfileError(f"measured with another {name}")
-        return self.prices
-
-
-class Profile(msgspec.Struct):
-    """The content of the file."""
-
-    target: Kept[KeptTable]
-    head: Kept[KeptDrafts]
-    format: Literal[5] = 5
-
-
-def _pairs(curve: Curve) -> list[tuple[int, float]]:
-    return [*zip(curve.sizes, curve.costs_ms, strict=True)]
-
-
-def _curve(pairs: list[tuple[int, float]]) -> Curve:
-    sizes, costs_ms = zip(*pairs, strict=True)
-    if list(sizes) != sorted({*sizes}):
-        raise ProfileError("its prices are damaged")
-    return Curve(sizes, costs_ms)
+    def table_of(self, runner: ModelRunner) -> PriceTable:
+        names = [name for name in TABLE_FIELDS if name != "graphs_ms"]
+        fields = {name: getattr(self, name) for name in names}
+        return PriceTable(graph_finder(runner), dict(self.graphs_ms), **fields)
 
 
 class TileSpecProfiler:
-    """Prices of a target and its head, from the cache or measured.
+    """Gives prices that an earlier start measured with the same GPU, versions, models and flags;
+    else measures them, for the next start too.
 
     Args:
-        cache_dir: has a folder for each model on each kind of GPU.
-        target: runner of the target.
+        folder: of the files.
+        runner: whose steps have the prices.
+        target: of a head that is the runner's.
     """
 
-    def __init__(self, cache_dir: Path, target: ModelRunner) -> None:
-        self._path = folder_of(cache_dir, target) / FILE_NAME
-        self._target = target
+    def __init__(
+        self, folder: Path, runner: ModelRunner, target: ModelRunner | None = None
+    ) -> None:
+        self._runner = runner
+        self._known = measured_with(runner)
+        if target is not None:
+            self._known["target"] = _digest(measured_with(target))
+        self._path = folder / f"{_digest(self._known)}.json"
 
-    def target(
-        self, measure: Callable[[], PriceTable], holds: Callable[[PriceTable], bool]
-    ) -> PriceTable:
-        """Prices of the target's steps: those that are kept, if `holds` says so of their graphs."""
-        try:
-            profile = read_profile(self._path, Profile, self._target)
-            if profile is not None:
-                prices = profile.target.checked(self._target).table_of(self._target)
-                if not prices.graphs_ms or holds(prices):
-                    return prices
-        except ProfileError as error:
-            logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
-        return measure()
-
-    def head(
-        self, runner: ModelRunner, target_prices: PriceTable, measure: Callable[[], DraftPrices]
-    ) -> DraftPrices:
-        """Prices of the head's steps; what was measured, of it or of the target, is kept.
-
-        Args:
-            target_prices: what `target` returned.
-        """
-        ends = cliffs(target_prices)
-        logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
-        target = Kept(measured_with(self._target), KeptTable.of(target_prices))
-        try:
-            profile = read_profile(self._path, Profile, self._target)
-        except ProfileError:  # `target` has told it
-            profile = None
-        try:
-            if profile is not None and profile.target == target:
-                prices = profile.head.checked(runner).prices_of(runner)
-                logger.info("--tile-spec: prices of steps are those of %s.", self._path)
-                return prices
-        except ProfileError as error:
-            logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
-        prices = measure()
-        self._keep(Profile(target, Kept(measured_with(runner), KeptDrafts.of(prices))))
+    def target(self, meter: PriceMeter) -> PriceTable:
+        """Gives prices of the runner's steps; kept ones if they still hold."""
+        kept = self._read(())
+        if kept is not None and still_holds(prices := kept.table_of(self._runner), meter):
+            return prices
+        prices = meter.measure()
+        self._keep(prices, {})
         return prices
 
-    def _keep(self, profile: Profile) -> None:
+    def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
+        """Gives prices of the runner as a head over its target."""
+        kept = self._read(self._runner.config.draft_steps)
+        if kept is not None:
+            return DraftPrices(kept.table_of(self._runner), dict(kept.passes))
+        prices = measure()
+        self._keep(prices.extend, prices.passes)
+        return prices
+
+    def _read(self, shapes: Iterable[DraftShape]) -> KeptPrices | None:
+        """Returns the prices of exactly the graphs of the runner, and of passes of these shapes;
+        None where there are none."""
         try:
-            write_profile(self._path, profile)
+            kept = read_profile(self._path, self._runner)
+            if kept is None:
+                return None
+            keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
+            costs_ms = [*kept.eager.costs_ms, *(cost_ms for _, cost_ms in kept.graphs_ms)]
+            if (
+                kept.measured_with != self._known
+                or Counter(key for key, _ in kept.graphs_ms) != Counter(keys)
+                or Counter(shape for shape, _ in kept.passes) != Counter([*shapes])
+                or min(costs_ms) == 0  # a step takes time
+            ):
+                raise ProfileError(DAMAGED)
+        except ProfileError as error:
+            logger.warning("%s: %s; measured again.", self._path, error)
+            return None
+        logger.info("Read prices of steps from %s.", self._path)
+        return kept
+
+    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, Curve]) -> None:
+        fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
+        fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
+        try:
+            write_profile(self._path, KeptPrices(self._known, **fields))
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             logger.warning(
-                "--tile-spec: prices of steps cannot be kept in %s (%s), so each start measures"
-                " them; name a folder by --tile-spec-cache-dir.",
+                "Prices of steps cannot be kept in %s (%s), so each start measures them.",
                 self._path.parent,
                 _reason(error),
             )
+
+
+def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
+    """Tells whether graphs take no less time than the prices say: what disturbs a measurement makes
+    it longer. So prices that are too high were disturbed, and of longer times now the prices are
+    right. The largest graphs come first, as a GPU at rest is slow at first."""
+    keys = sorted(prices.graphs_ms, key=lambda key: -key.num_tokens)
+    if not keys:
+        return True
+    checked = keys[:: max(1, len(keys) // CHECKED_GRAPHS)]
+    ratios = [meter.graph_ms(key, CHECK_REPEATS) / prices.graphs_ms[key] for key in checked]
+    logger.info(
+        "Graphs take %s of their kept prices.", " / ".join(f"{ratio:.2f}" for ratio in ratios)
+    )
+    return statistics.median(ratios) >= 1 - MOST_GAIN
 
 
 def cliffs(prices: PriceTable) -> list[int]:
     """Returns numbers of rows after which the cheapest graph, or larger steps, take far longer."""
     dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
     graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
-    by_rows = sorted((dict(_pairs(prices.eager)) | graphs).items())
+    eager = zip(prices.eager.sizes, prices.eager.costs_ms, strict=True)
+    by_rows = sorted((dict(eager) | graphs).items())
     return list(PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True)).ends[:-1])
 
 
@@ -302,7 +251,7 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_profile(path: Path, kind: type[T], runner: ModelRunner | None = None) -> T | None:
+def read_profile(path: Path, runner: ModelRunner) -> KeptPrices | None:
     """Reads what a file holds; None where there is none, or a folder, or none that may be opened:
     if it cannot be replaced either, whoever writes it says so. Of several ranks of a runner all get
     what the first one reads.
@@ -311,12 +260,12 @@ def read_profile(path: Path, kind: type[T], runner: ModelRunner | None = None) -
         ProfileError: if it is no file, too large, cannot be read or holds something else.
     """
     data, problem = _contents(path)
-    if runner is not None and (ranks := runner.ranks) is not None:
+    if (ranks := runner.ranks) is not None:
         data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
     if problem:
         raise ProfileError(problem)
     try:
-        return msgspec.json.decode(data, type=kind) if data else None
+        return msgspec.json.decode(data, type=KeptPrices) if data else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise ProfileError(DAMAGED) from None
 
@@ -344,7 +293,7 @@ def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def write_profile(path: Path, profile: msgspec.Struct) -> None:
+def write_profile(path: Path, profile: KeptPrices) -> None:
     """Replaces a file as a whole: whoever reads it at that time gets the old one or the new one.
 
     Raises:

@@ -122,11 +122,15 @@ def _prefix_kernel(
 
 @triton.jit
 def _load_parts(
-    sums_ptr, stats_ptr, row, used,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    sums_ptr, stats_ptr, item, row, num_tokens, num_splits, used_splits, BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Top and total [BLOCK_S] and sums [BLOCK_S, BLOCK_D] of the `used` ones of these packed
-    rows."""
+    """Top and total [BLOCK_S] and sums [BLOCK_S, BLOCK_D] of a packed row of an item, by the splits
+    of its KV, of which the first `used_splits` count."""
+    split = tl.arange(0, BLOCK_S)
+    length = split_len(0, num_tokens, num_splits, BLOCK_N)
+    used = (split < used_splits) & (split * length < num_tokens)
+    row = (item.to(tl.int64) * num_splits + split) * BLOCK_M + row
     top = tl.load(stats_ptr + row * 2, mask=used, other=-1e30)
     total = tl.load(stats_ptr + row * 2 + 1, mask=used, other=0.0)
     dim = tl.arange(0, BLOCK_D)
@@ -152,26 +156,20 @@ def _add_up_kernel(
     query = tl.program_id(2)
     table_row = tl.load(rows_ptr + request)
     own_len = tl.load(kv_lens_ptr + request).to(tl.int32) - first_kv(starts_ptr, table_row)
-    split = tl.arange(0, BLOCK_S)
-    length = split_len(0, own_len, num_splits, BLOCK_N)
-    part = (request * NUM_KV_HEADS + kv_index).to(tl.int64) * num_splits + split
     own_top, own_total, own_sums = _load_parts(
-        own_sums_ptr, own_stats_ptr, part * BLOCK_M + query,
-        (split < num_splits) & (split * length < own_len), HEAD_DIM, BLOCK_D,
+        own_sums_ptr, own_stats_ptr, request * NUM_KV_HEADS + kv_index, query, own_len, num_splits,
+        num_splits, BLOCK_S, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     place = tl.load(places_ptr + table_row)
-    used_splits = tl.where(place >= 0, tl.load(counts_ptr + 1), 0)
+    num_tile_splits = tl.load(counts_ptr + 1)
+    used_splits = tl.where(place >= 0, num_tile_splits, 0)
     place = tl.maximum(place, 0)
     tile = place // (TILE_M // GROUP)
     packed = place % (TILE_M // GROUP) * GROUP + query
     num_tokens = tl.load(tiles_ptr + tile * TILE_SIZE + 2)
-    tile_splits = tl.load(counts_ptr + 1)
-    split = tl.arange(0, MAX_SPLITS)
-    length = split_len(0, num_tokens, tile_splits, TILE_N)
-    part = (tile * NUM_KV_HEADS + kv_index).to(tl.int64) * tile_splits + split
     top, total, sums = _load_parts(
-        sums_ptr, stats_ptr, part * TILE_M + packed,
-        (split < used_splits) & (split * length < num_tokens), HEAD_DIM, BLOCK_D,
+        sums_ptr, stats_ptr, tile * NUM_KV_HEADS + kv_index, packed, num_tokens, num_tile_splits,
+        used_splits, MAX_SPLITS, TILE_M, TILE_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     highest = tl.maximum(tl.max(own_top, 0), tl.max(top, 0))
     own_weight = tl.exp2(own_top - highest)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
-from sglang.srt.lookahead.planner import PlannedRows
+from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_ops import PackedSize, StepCounts
@@ -44,46 +44,8 @@ class MTPConfig:
     bypasses_graphs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LookaheadPlan:
-    """The rows that a step feeds and reads, request by request; known before the step before it is
-    read.
-
-    Attributes:
-        counts: what of it the device must know.
-        max_accepted: tokens that can be accepted.
-        looks_ahead: whether the request wants to predict more than one token.
-        max_pending: tokens that can be pending, 1 where a prompt is fed.
-    """
-
-    counts: StepCounts
-    max_accepted: list[int]
-    looks_ahead: list[bool]
-    max_pending: list[int]
-
-    def packed(self, batch: ScheduleBatch, num_rows: int) -> LookaheadPlan:
-        """The same with the rows divided by the device; `num_rows` as in `Budget`."""
-        counts = self.counts
-        fixed_rows = fixed_reads = least_rows = most = num_cut = 0
-        for i, num_prompt in enumerate(batch.num_prompt_tokens):
-            if num_prompt == 0 and counts.emits_only_confirmed[i] and self.looks_ahead[i]:
-                num_cut += 1
-                most += counts.q_lens[i]
-                continue
-            fixed_rows += counts.q_lens[i]
-            fixed_reads += counts.num_read[i]
-            # Unverified requests may have fewer pending tokens than the host expects.
-            num_spare = 0 if num_prompt else self.max_pending[i] - 1
-            least_rows += counts.q_lens[i] - num_spare
-        given = min(most, max(num_rows, num_cut))
-        total = fixed_rows + given
-        size = PackedSize(total, fixed_reads + min(most, total - least_rows))
-        return replace(self, counts=replace(counts, packed=size))
-
-
-class MaskRows(PlannedRows["int | None"]):
-    """Plans for one entry per row of the request-to-token table. Before a policy chooses it knows
-    the most pending tokens that a request of the step has; None if that is not known.
+class MaskPlanner(Planner):
+    """Plans by a policy of lengths, for one entry per row of the page table.
 
     Attributes:
         max_predicted: N host integers; the request's k.
@@ -91,8 +53,9 @@ class MaskRows(PlannedRows["int | None"]):
         emits_only_confirmed: N host flags; see `StepCounts`.
     """
 
-    def __init__(self, config: MTPConfig, num_rows: int) -> None:
+    def __init__(self, config: MTPConfig, num_rows: int, policy: LengthPolicy) -> None:
         self._config = config
+        self.policy = policy
         self.max_predicted = [1] * num_rows
         self.thresholds = [0.0] * num_rows
         self.emits_only_confirmed = [True] * num_rows
@@ -128,17 +91,53 @@ class MaskRows(PlannedRows["int | None"]):
         """Tells whether the length policy may choose a smaller k for the row's request."""
         return self._config.limits_unverified or self.emits_only_confirmed[row]
 
-    def begin(
-        self, batch: ScheduleBatch, lens: Sequence[int] | None
-    ) -> tuple[int | None, UpcomingStep | None]:
-        """See `PlannedRows`; lens are of pending tokens. The policy hears of steps in which a
-        request looks ahead whose length it may choose."""
-        longest_pending = None if lens is None else max(lens[row] for row in batch.rows)
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        """See `Planner`; lens are of pending tokens."""
+        rows, prompts, config = batch.rows, batch.num_prompt_tokens, self._config
+        longest = None if lens is None else max(lens[row] for row in rows)
+        pending = [
+            self._max_pending(row, num_prompt, longest)
+            for row, num_prompt in zip(rows, prompts, strict=True)
+        ]
+        budget = self._budget(batch, longest)
+        limit = config.max_k if budget is None else budget.limit
+        predicted = [
+            self._num_predicted(row, limit) if emits else 0
+            for row, emits in zip(rows, batch.emits, strict=True)
+        ]
+        for row, k in zip(rows, predicted, strict=True):
+            if k:
+                self._pending_bounds[row] = k
+        counts = StepCounts.plain(batch)
+        if max(predicted) > 1 or max(pending) > 1:
+            counts = self._counts(batch, predicted, pending)
+            if config.packs_rows and budget is not None and budget.num_rows is not None:
+                size = self._packed_size(batch, counts, pending, budget.num_rows)
+                counts = replace(counts, packed=size)
+        flags = zip(predicted, pending, counts.emits_only_confirmed, strict=True)
+        return StepPlan(
+            counts=counts,
+            max_pending=max(pending),
+            max_accepted=max(1, *(bound if confirmed else k for k, bound, confirmed in flags)),
+            lookahead_token=config.mask_token_id,
+            wants_probs=not counts.is_plain and any(self.thresholds[row] > 0 for row in rows),
+            accepts_unconfirmed=not all(counts.emits_only_confirmed),
+            draft_length=0 if budget is None else limit,
+            budget=budget,
+        )
+
+    def _budget(self, batch: ScheduleBatch, longest_pending: int | None) -> Budget | None:
+        """Asks the policy, which hears of steps in which a request looks ahead whose length it may
+        choose.
+
+        Args:
+            longest_pending: the most pending tokens that a request has; None if that is not known.
+        """
         if not any(
             emits and self.max_predicted[row] > 1 and self.is_adjustable(row)
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
-            return longest_pending, None
+            return None
         emitting = Counter[tuple[Kind | None, int, bool, int]]()
         for row, num_prompt, emits in zip(
             batch.rows, batch.num_prompt_tokens, batch.emits, strict=True
@@ -154,37 +153,52 @@ class MaskRows(PlannedRows["int | None"]):
             num_ended=num_ended,
             is_packed=self._config.packs_rows,
         )
-        return longest_pending, upcoming
-
-    def plan(self, batch: ScheduleBatch, begun: int | None, budget: Budget | None) -> StepPlan:
-        config = self._config
-        limit = config.max_k if budget is None else budget.limit
-        plan = self.rows_fed(batch, limit, begun)
-        num_rows = None if budget is None else budget.num_rows
-        if config.packs_rows and num_rows is not None and not plan.counts.is_plain:
-            plan = plan.packed(batch, num_rows)
-        return StepPlan(
-            counts=plan.counts,
-            max_pending=max(plan.max_pending),
-            max_accepted=max(1, *plan.max_accepted),
-            lookahead_token=config.mask_token_id,
-            wants_probs=not plan.counts.is_plain
-            and any(self.thresholds[row] > 0 for row in batch.rows),
-            accepts_unconfirmed=not all(plan.counts.emits_only_confirmed),
-            draft_length=0 if budget is None else limit,
-            budget=budget,
-        )
+        return self.policy.choose(upcoming)
 
     def _max_pending(self, row: int, num_prompt: int, longest_pending: int | None) -> int:
-        """Tokens that can be pending at most."""
+        """Tokens that can be pending at most, 1 where a prompt is fed."""
         bound = 1 if num_prompt else self._pending_bounds[row]
         return bound if longest_pending is None else min(bound, longest_pending)
 
-    def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
-        """See `PlannedRows`. A request that emits only what is confirmed has the drafts that the
-        step before left it, of which a packed step may feed fewer. With a threshold those count
-        that were predicted: that some were not sure enough is part of its kind. Nothing is learnt
-        of one that emits nothing or sat the step out."""
+    def _num_predicted(self, row: int, limit: int) -> int:
+        """Tokens that a request predicts in a step that emits some of it."""
+        k = self.max_predicted[row]
+        return min(k, limit) if self.is_adjustable(row) else k
+
+    def _counts(self, batch: ScheduleBatch, predicted: list[int], pending: list[int]) -> StepCounts:
+        confirms = [self.emits_only_confirmed[row] for row in batch.rows]
+        counts = StepCounts([], [], predicted, confirms)
+        for k, bound, num_prompt, is_confirmed in zip(
+            predicted, pending, batch.num_prompt_tokens, confirms, strict=True
+        ):
+            q_len = (num_prompt or bound) + max(k - 1, 0)
+            counts.q_lens.append(q_len)
+            counts.num_read.append(q_len if is_confirmed and not num_prompt else k)
+        return counts
+
+    def _packed_size(
+        self, batch: ScheduleBatch, counts: StepCounts, pending: list[int], num_rows: int
+    ) -> PackedSize:
+        """Room of a step that the device divides; `num_rows` as in `Budget`."""
+        fixed_rows = fixed_reads = num_spare = most = num_cut = 0
+        for i, num_prompt in enumerate(batch.num_prompt_tokens):
+            looks_ahead = not num_prompt and self.max_predicted[batch.rows[i]] > 1
+            if looks_ahead and counts.emits_only_confirmed[i]:
+                num_cut += 1
+                most += counts.q_lens[i]
+                continue
+            fixed_rows += counts.q_lens[i]
+            fixed_reads += counts.num_read[i]
+            # Unverified requests may have fewer pending tokens than the host expects.
+            num_spare += 0 if num_prompt else pending[i] - 1
+        given = min(most, max(num_rows, num_cut))
+        return PackedSize(fixed_rows + given, fixed_reads + min(most, given + num_spare))
+
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """See `Planner`. A request that emits only what is confirmed has the drafts that the step
+        before left it, of which a packed step may feed fewer. With a threshold those count that
+        were predicted: that some were not sure enough is part of its kind. Nothing is learnt of one
+        that emits nothing or sat the step out."""
         num_tried, num_drafts = list[int](), result.num_drafts
         for i, (row, taken) in enumerate(zip(record.rows, result.accept_lens, strict=True)):
             tried = predicted = record.plan.counts.num_predicted[i]
@@ -196,7 +210,7 @@ class MaskRows(PlannedRows["int | None"]):
                 elif self.thresholds[row] == 0:
                     tried = 1 + (num_drafts[i] if num_drafts else 0)
             num_tried.append(tried)
-        return StepOutcome(
+        outcome = StepOutcome(
             plan=record.plan,
             rows=record.rows,
             num_tried=num_tried,
@@ -205,46 +219,4 @@ class MaskRows(PlannedRows["int | None"]):
             kinds=[self._kinds[row] for row in record.rows],
             is_adjustable=[self.is_adjustable(row) for row in record.rows],
         )
-
-    def rows_fed(
-        self, batch: ScheduleBatch, limit: int, longest_pending: int | None
-    ) -> LookaheadPlan:
-        """Returns what the next step feeds and reads.
-
-        Args:
-            limit: the most tokens that an adjustable request may predict.
-            longest_pending: the most pending tokens that a request has; None if that is not known.
-        """
-        prompts, rows = batch.num_prompt_tokens, batch.rows
-        predicted = [
-            self._num_predicted(row, limit) if emits else 0
-            for row, emits in zip(rows, batch.emits, strict=True)
-        ]
-        pending = [
-            self._max_pending(row, num_prompt, longest_pending)
-            for row, num_prompt in zip(rows, prompts, strict=True)
-        ]
-        looks_ahead = [
-            emits and self.max_predicted[row] > 1
-            for row, emits in zip(rows, batch.emits, strict=True)
-        ]
-        for row, k in zip(rows, predicted, strict=True):
-            if k:
-                self._pending_bounds[row] = k
-        if max(predicted) <= 1 and max(pending) == 1:
-            return LookaheadPlan(StepCounts.plain(batch), pending, looks_ahead, pending)
-        confirms = [self.emits_only_confirmed[row] for row in rows]
-        counts, max_accepted = StepCounts([], [], predicted, confirms), list[int]()
-        for k, bound, num_prompt, is_confirmed in zip(
-            predicted, pending, prompts, confirms, strict=True
-        ):
-            q_len = (num_prompt or bound) + max(k - 1, 0)
-            counts.q_lens.append(q_len)
-            counts.num_read.append(q_len if is_confirmed and not num_prompt else k)
-            max_accepted.append(bound if is_confirmed else k)
-        return LookaheadPlan(counts, max_accepted, looks_ahead, pending)
-
-    def _num_predicted(self, row: int, limit: int) -> int:
-        """Tokens that a request predicts in a step that emits some of it."""
-        k = self.max_predicted[row]
-        return min(k, limit) if self.is_adjustable(row) else k
+        self.policy.observe(outcome)

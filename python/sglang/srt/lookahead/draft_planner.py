@@ -9,14 +9,14 @@ is their tier. `TileSpec` may then cut the step to the drafts that pay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
+from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.matched_drafts import class_of
-from sglang.srt.lookahead.planner import PlannedRows
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
@@ -29,9 +29,13 @@ ALIKE = Kind()
 
 
 class LeftOutRows:
-    """Keeps whose tokens the drafter's model was not fed, though drafts may follow them."""
+    """Keeps whose tokens the drafter's model is not fed: by a request's choice, or since it rests;
+    `modelless` names a drafter beside it that needs no model."""
 
-    def __init__(self) -> None:
+    def __init__(self, modelless: str | None = None) -> None:
+        self._modelless = modelless
+        self._off = set[int]()  # rows of requests that take no drafts
+        self._without_model = set[int]()  # and of those that take none of the model
         self._behind = set[int]()  # rows of requests whose last tokens were left out
         self._lacking = set[int]()  # and of those whose earlier ones were
 
@@ -39,32 +43,39 @@ class LeftOutRows:
         """Tells whether tokens of a request were left out since it got its row."""
         return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
 
-    def admit(self, row: int) -> None:
+    def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
-        self._behind.discard(row)
-        self._lacking.discard(row)
+        for rows in (self._off, self._without_model, self._behind, self._lacking):
+            rows.discard(new.row)
+        choice = new.params.speculative
+        if choice.is_off:
+            self._off.add(new.row)
+        elif choice.drafter is not None and choice.drafter == self._modelless:
+            self._without_model.add(new.row)
 
-    def plan(self, rows: Sequence[int], rests: bool) -> list[int]:
-        """Notes whether a step leaves tokens of these rows out; returns `StepPlan.fed_again`."""
+    def planned(self, plan: StepPlan, rows: Sequence[int], rests: bool) -> StepPlan:
+        """Returns the plan of a step of these rows with what it leaves out, and notes it."""
         if rests:
-            self._behind.update(rows)
-            return []
+            self._behind.update(set(rows) - self._off - self._without_model)
+            return replace(plan, left_out=list(range(len(rows))))
         fed = self._behind.intersection(rows)
         self._behind -= fed
         self._lacking |= fed
-        return sorted(fed)
+        return replace(
+            plan,
+            left_out=_places(rows, self._off),
+            without_model=_places(rows, self._without_model),
+            fed_again=sorted(fed),
+        )
 
 
-class DraftRows(PlannedRows[StepPlan]):
-    """Plans for one entry per row of the page table. Before a policy chooses it knows the plan of
-    the step, which verifies the drafts that the step before proposed.
+class DraftPlanner(Planner):
+    """Plans by a policy of drafts, for one entry per row of the page table.
 
     Attributes:
         tile_spec: cuts steps to the drafts that pay; None: all are verified.
 
     Args:
-        tier: of steps before the policy has chosen (`LengthPolicy.settled`).
-        reads_matches: see `LengthPolicy`.
         left_out: the tokens that the drafter's model was not fed; None: it must be fed all.
     """
 
@@ -72,20 +83,19 @@ class DraftRows(PlannedRows[StepPlan]):
         self,
         options: RoundOptions,
         num_rows: int,
-        tier: int,
-        reads_matches: bool,
+        policy: LengthPolicy,
         tile_spec: TileSpec | None = None,
         left_out: LeftOutRows | None = None,
     ) -> None:
+        self.policy = policy
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
-        self._most_drafts = [0] * num_rows  # that each request takes
+        self._most_drafts = [0] * num_rows  # that each request takes per step
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
-        self._last_choice = tier, 0
-        self._reads_matches = reads_matches
+        self._last_choice = policy.settled, 0
         self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -95,49 +105,65 @@ class DraftRows(PlannedRows[StepPlan]):
     def admit(self, new_rows: list[NewRow]) -> None:
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
-            self._most_drafts[new.row] = self._most_of(new.params)
+            choice, most = new.params.speculative, self._options.max_drafts
+            self._most_drafts[new.row] = (
+                0 if choice.is_off else min(most, choice.max_drafts or most)
+            )
             if self._left_out is not None:
-                self._left_out.admit(new.row)
+                self._left_out.admit(new)
 
-    def _most_of(self, params: SamplingParams) -> int:
-        """Drafts per step that a request takes at most."""
-        choice, most = params.speculative, self._options.max_drafts
-        if choice.is_off:
-            return 0
-        return most if choice.max_drafts is None else min(most, choice.max_drafts)
-
-    def begin(
-        self, batch: ScheduleBatch, lens: Sequence[int] | None
-    ) -> tuple[StepPlan, UpcomingStep | None]:
-        """See `PlannedRows`; lens are of the matches that drafts follow. The policy hears of steps
-        that emit for a request which takes drafts, whatever tiers there are."""
-        # A request has none while it feeds its prompt.
+    def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
+        """See `Planner`; lens are of the matches that drafts follow. The step verifies what the one
+        before it proposed, and the policy chooses what is proposed after it."""
+        # A request has no drafts while it feeds its prompt.
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
+        (draft_length, num_drafted_for), next_length = self._last_choice, 0
         if self.tile_spec is not None:
-            is_probe = max(num_drafts) > self._options.num_drafts(self._last_choice[0])
+            is_probe = max(num_drafts) > self._options.num_drafts(draft_length)
             plan = self.tile_spec.cut(batch, plan, is_probe)
-        drafting = self._drafting(compress(batch.rows, batch.emits))
-        if not drafting:
-            return plan, None
-        is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
-        emitting = self._emitting(batch, drafting, lens or self._match_lens)
-        return plan, UpcomingStep.of(batch, emitting, is_fed=is_fed)
+        budget = self._budget(batch, lens or self._match_lens)
+        if budget is None:
+            self._last_choice = draft_length, 0
+        else:
+            next_length = budget.limit - 1
+            self._last_choice = budget.settled, batch.emits.count(True)
+        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
+        for row, count in zip(batch.rows, next_drafts, strict=True):
+            self._num_pending_drafts[row] = count
+        # A step of chunks alone has no decodes, which are what the head delays.
+        is_idle = max(num_drafts) == max(next_drafts) == 0
+        rests = is_idle and budget is not None and budget.rests
+        of_trees = self.policy.reads_matches and self._options.has_trees and not plan.is_plain
+        plan = replace(
+            plan,
+            draft_length=draft_length,
+            num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
+            next_drafts=next_drafts,
+            wants_paths=plan.wants_paths or of_trees,
+        )
+        return plan if self._left_out is None else self._left_out.planned(plan, batch.rows, rests)
 
-    def _drafting(self, rows: Iterable[int]) -> list[int]:
-        """Returns those of requests that take drafts."""
-        return [row for row in rows if self._most_drafts[row]]
+    def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
+        """Asks the policy, which hears of steps that emit for a request which takes drafts,
+        whatever tiers there are."""
+        drafting = [row for row in compress(batch.rows, batch.emits) if self._most_drafts[row]]
+        if not drafting:
+            return None
+        is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
+        emitting = self._emitting(batch, drafting, match_lens)
+        return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
 
     def _emitting(
         self, batch: ScheduleBatch, drafting: Sequence[int], match_lens: Sequence[int]
     ) -> Counter[EmittingRequest]:
         """Counts requests that emit, by kind: their next step is taken to have the same. Of the
         match after a prompt nothing is known yet. Those that take no drafts have no kind."""
-        fed = zip(batch.rows, batch.num_prompt_tokens, batch.emits, strict=True)
-        new = {row for row, num_prompt, emits in fed if num_prompt and emits}
+        fed = compress(zip(batch.rows, batch.emits, strict=True), batch.num_prompt_tokens)
+        new = {row for row, emits in fed if emits}
         num_new = len(new.intersection(drafting))
         matches = Counter({(False, 0): len(drafting) - num_new, (True, 0): num_new})
-        if self._reads_matches:
+        if self.policy.reads_matches:
             found = ((row in new, 0 if row in new else match_lens[row]) for row in drafting)
             matches = Counter((is_new, class_of(length)) for is_new, length in found)
         k, num_plain = 1 + self._options.num_steps, batch.emits.count(True) - len(drafting)
@@ -152,64 +178,28 @@ class DraftRows(PlannedRows[StepPlan]):
                 emitting[EmittingRequest(kind, wished, kind is not None, 1 - is_new)] = count
         return emitting
 
-    def plan(self, batch: ScheduleBatch, begun: StepPlan, budget: Budget | None) -> StepPlan:
-        """See `PlannedRows`; the budget is of the drafts that are proposed after the step."""
-        plan, (draft_length, num_drafted_for), next_length = begun, self._last_choice, 0
-        if budget is None:
-            self._last_choice = draft_length, 0
-        else:
-            next_length = budget.limit - 1
-            self._last_choice = budget.settled, batch.emits.count(True)
-        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
-        for row, count in zip(batch.rows, next_drafts, strict=True):
-            self._num_pending_drafts[row] = count
-        # A step of chunks alone has no decodes, which are what the head delays.
-        is_idle, left_out = max(plan.num_drafts) == max(next_drafts) == 0, self._left_out
-        rests = is_idle and budget is not None and budget.rests
-        of_trees = self._reads_matches and self._options.has_trees and not plan.is_plain
-        return replace(
-            plan,
-            draft_length=draft_length,
-            num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
-            next_drafts=next_drafts,
-            left_out=self._places_left_out(batch, rests),
-            fed_again=() if left_out is None else left_out.plan(self._drafting(batch.rows), rests),
-            wants_paths=plan.wants_paths or of_trees,
-        )
-
-    def _places_left_out(self, batch: ScheduleBatch, rests: bool) -> Sequence[int]:
-        """`StepPlan.left_out`: those that take no drafts, or all requests of a step that rests."""
-        if self._left_out is None:
-            return ()
-        if rests:
-            return list(range(len(batch.rows)))
-        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
-        return [place for place, most in enumerate(mosts) if most == 0] if 0 in mosts else ()
-
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
         if tier == 0:
             return [0] * len(batch.rows)
-        num_slots = self._options.num_draft_slots(tier)
-        counts = drafts_of_requests(batch, max_accepted, num_slots, self._options.num_drafts(tier))
-        mosts = map(self._most_drafts.__getitem__, batch.rows)
-        pairs = zip(counts, mosts, strict=True)
-        return [count if count < most else most for count, most in pairs]
+        num_slots, num_drafts = self._options.num_draft_slots(tier), self._options.num_drafts(tier)
+        counts = drafts_of_requests(batch, max_accepted, num_slots, num_drafts)
+        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
+        return counts if min(mosts) >= num_drafts else list(map(min, counts, mosts))
 
-    def outcome(self, record: StepRecord, result: HostResult) -> StepOutcome:
-        """See `PlannedRows`. Copies were made before the step ran, so nothing is waited for."""
+    def observe(self, record: StepRecord, result: HostResult) -> None:
+        """See `Planner`. Copies were made before the step ran, so nothing is waited for."""
         rows, kinds = record.rows, [ALIKE] * len(record.rows)
-        if self._reads_matches and record.plan.num_drafted_for is not None:
+        if self.policy.reads_matches and record.plan.num_drafted_for is not None:
             assert record.lens is not None, "The drafter has matches."
             self._match_lens = lens = record.lens.read()[0].tolist()
             kinds = [Kind(match=class_of(lens[row])) for row in rows]
-        if self.tile_spec is None:
-            num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
-            num_accepted = result.accept_lens
-        else:
+        num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
+        num_accepted = result.accept_lens
+        if self.tile_spec is not None:
             num_drafts = record.plan.num_drafts
             num_accepted = self.tile_spec.observe(record, result)
-        return StepOutcome(
+        outcome = StepOutcome(
             plan=record.plan,
             rows=rows,
             num_tried=[1 + count for count in num_drafts],
@@ -219,6 +209,11 @@ class DraftRows(PlannedRows[StepPlan]):
             kinds=kinds,
             paths=result.paths,
         )
+        self.policy.observe(outcome)
+
+
+def _places(rows: Sequence[int], chosen: set[int]) -> Sequence[int]:
+    return [place for place, row in enumerate(rows) if row in chosen] if chosen else ()
 
 
 def drafts_of_requests(
@@ -267,7 +262,7 @@ def plan_of_drafts(
 def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
     emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
     num_read = q_lens.copy()
-    for place, num_prompt in enumerate(batch.num_prompt_tokens):
-        if num_prompt:
-            q_lens[place], num_read[place] = num_prompt, emits[place]
+    prompts = batch.num_prompt_tokens
+    for place in compress(range(len(prompts)), prompts):
+        q_lens[place], num_read[place] = prompts[place], emits[place]
     return StepCounts(q_lens, num_read, emits, [True] * len(emits))
