@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang.srt.model_families import why_not_computed, why_not_known
 from sglang.srt.plain_files import UnreadableFileError, read_json
-from sglang.srt.registry import FAMILY_DEFAULTS, HEADS, MODELS
+from sglang.srt.registry import FAMILY_DEFAULTS
 from sglang.srt.rope_config import RopeConfig, parse_rope
 from sglang.srt.shard import WHOLE, Shard
 
@@ -17,7 +18,6 @@ DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
 MAX_SIZE = 1 << 24  # more than any model has of anything
 MAX_LAYERS = 1024  # more than any model has
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {
     "demo-eagle": "tiny-code-eagle",
@@ -118,11 +118,9 @@ class ModelConfig:
         Raises:
             ModelPathError: for an architecture that there is no model or head for.
         """
-        if self.architecture not in {*MODELS.names, *HEADS.names}:
-            raise self.refusal(
-                f"architecture {self.architecture!r} is not supported; use a checkpoint of one that"
-                f" is known: {', '.join(MODELS.names)}"
-            )
+        problem = why_not_known({"architectures": [self.architecture]})
+        if problem is not None:
+            raise self.refusal(problem)
 
     def refusal(self, reason: str) -> ModelPathError:
         """The error to raise for an entry that cannot be met."""
@@ -177,6 +175,9 @@ def parse_model_config(path: Path, entries: dict[str, Any]) -> ModelConfig:
     """
     config = _with_family_defaults(entries)
     try:
+        problem = why_not_computed(config) or why_not_known(config)
+        if problem is not None:
+            raise ValueError(problem)
         parsed = _parse(path, config)
         _check_shape(parsed)
         _check_kind(config)
@@ -270,16 +271,6 @@ def _check_shape(config: ModelConfig) -> None:
 
 def _check_kind(config: dict[str, Any]) -> None:
     """Raises ValueError for what every model here would compute wrongly."""
-    for name in EXPERT_COUNTS:
-        if config.get(name):
-            raise ValueError(
-                f"{name} says mixture of experts, which is not supported; use a dense checkpoint"
-            )
-    if config.get("quantization_config"):
-        raise ValueError(
-            "quantization_config says quantized weights, which are not supported; use the"
-            " checkpoint in bfloat16, float16 or float32"
-        )
     activation = config.get("hidden_act") or "silu"
     if activation not in SILU_NAMES:
         raise ValueError(

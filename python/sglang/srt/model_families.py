@@ -1,0 +1,144 @@
+"""Tables of model families: what is served, by which code, and why the rest is not; no torch.
+
+The loader and `sglang check-model` go by them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sglang.srt.registry import HEADS, MODELS
+
+EXPERTS, LATENT, RECURRENT = (
+    "a mixture of experts",
+    "latent attention (MLA)",
+    "layers with a recurrent state in place of K and V",
+)
+NEEDED = "a dense checkpoint whose layers all keep K and V of their own"
+
+
+class Feature(NamedTuple):
+    """Something that no code here computes, and how a config.json says that a model has it.
+
+    Attributes:
+        name: for people.
+        entries: matches the names of entries that only such models have, with a value.
+        layer_types: of layers that have it.
+    """
+
+    name: str
+    entries: re.Pattern[str]
+    layer_types: frozenset[str] = frozenset()
+
+
+FEATURES = (
+    Feature(
+        RECURRENT,
+        re.compile(
+            r"(n_)?mamba_\w+|ssm_\w+|linear_num_(key_)?heads|linear_conv_kernel_dim|lru_width"
+            r"|state_size|conv_L_cache|attention_hidden_size|chunkwise_kernel"
+        ),
+        frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "gated_delta_net"}),
+    ),
+    Feature(LATENT, re.compile(r"kv_lora_rank")),
+    Feature(EXPERTS, re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts")),
+)
+LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of one entry
+PARTS = ("text_config", "ffn_config")  # objects in config.json with entries of a decoder
+# Dense decoders that transformers' code computes here; each is tested. Others are asked for.
+BY_TRANSFORMERS = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Glm4ForCausalLM",
+        "GraniteForCausalLM",
+        "MinistralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "Phi3ForCausalLM",
+        "SmolLM3ForCausalLM",
+    }
+)
+# Names of methods in quantization_config, for people.
+QUANTIZED = {
+    "awq": "AWQ (weights of 4 bits)",
+    "gptq": "GPTQ (weights of 4 bits)",
+    "fp8": "fp8 (weights of 8 bits in blocks)",
+    "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+    "mxfp4": "mxfp4 (weights of 4 bits)",
+    "modelopt": "ModelOpt",
+}
+ORIGINAL = "the checkpoint in bfloat16, float16 or float32"
+
+
+def why_not_computed(entries: Mapping[str, Any]) -> str | None:
+    """Says what in a config.json no code here computes, with the remedy; None if there is nothing.
+
+    What a model has comes before the form of its weights, which could be converted.
+    """
+    parts = _parts(entries)
+    found = {name: mark for part in parts for name, mark in _features(part)}
+    if found:
+        said = " and ".join(f"{mark} says {name}" for name, mark in found.items())
+        which = "which is" if len(found) == 1 else "which are"
+        return f"{said}, {which} not supported; use {NEEDED}"
+    if any(part.get("is_encoder_decoder") is True for part in parts):
+        return "is_encoder_decoder says encoder and decoder; use a model with a decoder alone"
+    for part in parts:
+        for name in ("quantization_config", "compression_config"):
+            if part.get(name):
+                return f"{name} says {_method(part[name])}, which is not supported; use {ORIGINAL}"
+    return None
+
+
+def why_not_known(entries: Mapping[str, Any]) -> str | None:
+    """Says that there is no file for the architecture of a config.json; None if there is one, or
+    the entry names none."""
+    names = entries.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not name or name in {*MODELS.names, *HEADS.names}:
+        return None
+    return (
+        f"architecture {name!r:.80} is not supported; use a checkpoint of one that is known:"
+        f" {', '.join(MODELS.names)}"
+    )
+
+
+def _parts(entries: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Gives the entries, and those of objects in them that describe the decoder too."""
+    inner = (entries.get(name) for name in PARTS)
+    return [entries, *(each for each in inner if isinstance(each, dict))]
+
+
+def _features(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Gives the name of each feature of a model, and the first entry that says it."""
+    types = {
+        each
+        for entry in LAYER_TYPES
+        if isinstance(listed := entries.get(entry), list)
+        for each in listed
+        if isinstance(each, str)
+    }
+    for feature in FEATURES:
+        marks = (
+            name
+            for name, value in entries.items()
+            if feature.entries.fullmatch(name) and value and value is not True and value != 1
+        )
+        mark = next(marks, None)
+        if mark is not None:
+            yield feature.name, mark
+        elif types & feature.layer_types:
+            yield feature.name, f"layer type {min(types & feature.layer_types)!r}"
+
+
+def _method(config: Any) -> str:
+    """Names the method of quantized weights."""
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if method is None:
+        return "quantized weights"
+    return QUANTIZED.get(str(method), f"{method!r:.40}") + ", quantized weights"
