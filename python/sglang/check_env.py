@@ -44,7 +44,7 @@ class Findings:
         print(f"{name:<12}{text}", flush=True)
 
     def conclude(self, good: str) -> int:
-        """Prints notes and problems, and without a problem what is `good`; returns the exit code."""
+        """Prints notes and problems, or `good` where there is no problem; returns the exit code."""
         for note in self.notes:
             print(f"note: {note}")
         for problem in self.problems:

@@ -48,7 +48,9 @@ def place(case: AttentionCase, dtype: torch.dtype = torch.bfloat16) -> PlacedCas
 
 def backend_of(placed: PlacedCase, page_size: int | None = None) -> FlashInferBackend:
     case = placed.case
-    return FlashInferBackend(placed.table, placed.pool, case.num_heads, case.windows, page_size)
+    return FlashInferBackend(
+        placed.table, placed.pool, case.num_heads, case.windows, case.scores, page_size
+    )
 
 
 def check_close(out: torch.Tensor, right: torch.Tensor) -> None:

@@ -58,7 +58,12 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import (
+    PLAIN,
+    AttentionCapabilities,
+    GraphSupport,
+    ScoreForm,
+)
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -70,9 +75,10 @@ class EagerBackend:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
     ) -> None:
-        if any(window is not None for window in windows):
-            raise ValueError("--attention-backend eager has no windows; use torch_native.")
+        if any(window is not None for window in windows) or scores != PLAIN:
+            raise ValueError("--attention-backend eager has no windows and no form of scores.")
         self._table, self._pool, self._num_heads = req_to_token_pool, kv_pool, num_heads
         self._batch: ForwardBatch | None = None
 

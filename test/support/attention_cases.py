@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from draft_chain import draft_chain_error
 from interpreted import asked
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import PLAIN, AttentionBackend, ScoreForm
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
@@ -53,6 +53,7 @@ class AttentionCase:
         padding: rows after the last one that is fed, in a packed step.
         kv_starts: of each request the first token whose KV is there, before the step; empty: all
             is there.
+        scores: the form of the scores of all layers.
     """
 
     shape: Sequence[tuple[int, int]]
@@ -70,6 +71,7 @@ class AttentionCase:
     bounds: Sequence[int] | None = None
     padding: int = 0
     kv_starts: Sequence[int] = ()
+    scores: ScoreForm = PLAIN
 
 
 MIXED = ((5, 7), (30, 1), (0, 3), (9, 23), (0, 1), (61, 2))
@@ -117,6 +119,12 @@ CASES = {
     "a window of 16": AttentionCase(shape=MIXED, windows=(16,), head_dim=16),
     "a window per layer": AttentionCase(shape=MIXED, windows=(None, 20, 5), head_dim=16),
     "a window and a long decode": AttentionCase(shape=[(150, 1), (120, 2)], windows=(70,)),
+    "a scale and a soft cap": AttentionCase(
+        shape=MIXED, windows=(None, 20), head_dim=16, scores=ScoreForm(0.6, 2.0)
+    ),
+    "a soft cap, KV in splits": AttentionCase(
+        shape=[(150, 1), (120, 15)], windows=(None, 70), scores=ScoreForm(softcap=1.5)
+    ),
     "a prompt of many rows": AttentionCase(shape=[(19, 75), (30, 1)], head_dim=16),
     "a graph's few prompt rows over much KV, in splits": AttentionCase(
         shape=[(290, 20), (40, 1)],
@@ -173,6 +181,9 @@ TREE_CASES = {
     "one tree, its KV in splits": AttentionCase(shape=[(150, 7)], trees=(0,)),
     "a tree in splits beside a prompt": AttentionCase(shape=[(150, 8), (0, 70)], trees=(0,)),
     "uniform trees": AttentionCase(shape=[(5, 7), (40, 7), (16, 7)], trees=(0, 1, 2)),
+    "a soft cap and a tree": AttentionCase(
+        shape=[(20, 8)], trees=(0,), head_dim=16, scores=ScoreForm(0.5, 1.0)
+    ),
     "a window and a tree in splits": AttentionCase(shape=[(150, 8)], trees=(0,), windows=(70, 3)),
     "trees as a graph plans them": AttentionCase(
         shape=WITH_TREES, trees=(1, 2, 4, 5), head_dim=16, graph_width=12
@@ -531,7 +542,10 @@ class PlacedCase:
             )  # what none sees may be NaN
             k, v = fed.chunk(2, dim=1)
             scores = torch.einsum("qhgd,nhd->hgqn", q[start : start + q_len], k)
-            scores = (scores / case.head_dim**0.5).masked_fill(~is_seen, -torch.inf)
+            scores = scores * (case.scores.scale or case.head_dim**-0.5)
+            if (cap := case.scores.softcap) is not None:
+                scores = cap * torch.tanh(scores / cap)
+            scores = scores.masked_fill(~is_seen, -torch.inf)
             out.append(torch.einsum("hgqn,nhd->qhgd", scores.softmax(-1), v).flatten(1))
         return torch.cat(out)
 
@@ -558,7 +572,8 @@ class PlacedCase:
         pool = self._make_pool(num_pages, torch.float32)
         for wide, kv in zip(pool.kv, self.pool.kv, strict=True):
             wide.copy_(kv)
-        oracle = TorchNativeBackend(self.table, pool, self.case.num_heads, self.case.windows)
+        case = self.case
+        oracle = TorchNativeBackend(self.table, pool, case.num_heads, case.windows, case.scores)
         oracle.plan(self.batch)
         return [oracle.forward(layer, q.float()) for layer, q in enumerate(self.q)]
 
@@ -566,7 +581,7 @@ class PlacedCase:
         """A backend over this memory."""
         make = ATTENTION_BACKENDS.load(name)
         backend: AttentionBackend = make(
-            self.table, self.pool, self.case.num_heads, self.case.windows
+            self.table, self.pool, self.case.num_heads, self.case.windows, self.case.scores
         )
         return backend
 

@@ -82,6 +82,8 @@ class FakeWrapper:
         if (left := self.plan_options["window_left"]) >= 0:
             seen &= keys >= positions - left
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.plan_options["sm_scale"]
+        if (cap := self.plan_options["logits_soft_cap"]) is not None:
+            scores = cap * torch.tanh(scores / cap)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 

@@ -8,7 +8,12 @@ from itertools import accumulate
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import (
+    PLAIN,
+    AttentionCapabilities,
+    GraphSupport,
+    ScoreForm,
+)
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -24,7 +29,9 @@ class ToyAttention:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
     ) -> None:
+        assert scores == PLAIN
         self._table, self._kv_pool, self._windows = req_to_token_pool, kv_pool, tuple(windows)
         self._seen: dict[int | None, list[list[int]]] = {}
 

@@ -8,11 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang.srt.model_families import why_not_computed, why_not_known
+from sglang.srt.head_layouts import architecture_of
+from sglang.srt.model_families import impl_of, why_not_computed, why_not_known
 from sglang.srt.plain_files import UnreadableFileError, read_json
-from sglang.srt.registry import FAMILY_DEFAULTS
+from sglang.srt.registry import (
+    FAMILY_DEFAULTS,
+    HEADS,
+    MODELS,
+    OWN,
+    TRANSFORMERS,
+    TRANSFORMERS_MODEL,
+)
 from sglang.srt.rope_config import RopeConfig, parse_rope
 from sglang.srt.shard import WHOLE, Shard
+from sglang.srt.transformers_config import completed, why_not
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
@@ -27,6 +36,7 @@ DEMO_HEADS = {
 DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
 GENERATION_CONFIG = "generation_config.json"
+AUTO = "auto"  # a value of --model-impl
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as torch and SGLang have them
 
@@ -50,6 +60,7 @@ class ModelConfig:
             family needs beside this.
         generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
+        impl: whether a file of ours computes it, or transformers' own modelling code.
         shard: the part of the weights and of the KV that this process holds. All sizes here are of
             the whole model.
     """
@@ -73,6 +84,7 @@ class ModelConfig:
     hf: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    impl: str = OWN
     shard: Shard = WHOLE
 
     @property
@@ -112,19 +124,16 @@ class ModelConfig:
             raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
         return value
 
-    def check_architecture(self) -> None:
-        """Looks whether there is such a model.
-
-        Raises:
-            ModelPathError: for an architecture that there is no model or head for.
-        """
-        problem = why_not_known({"architectures": [self.architecture]})
-        if problem is not None:
-            raise self.refusal(problem)
+    @property
+    def model_class(self) -> str:
+        """Names the class of the model, for `registry.load`."""
+        if self.impl == TRANSFORMERS:
+            return TRANSFORMERS_MODEL
+        return {**MODELS.entries, **HEADS.entries}[self.architecture]
 
     def refusal(self, reason: str) -> ModelPathError:
         """The error to raise for an entry that cannot be met."""
-        return ModelPathError(f"{self.path / 'config.json'} cannot be used: {reason}.")
+        return _refusal(self.path, reason)
 
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
@@ -148,14 +157,18 @@ def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
     return Path(path)
 
 
-def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfig:
+def load_model_config(model_path: str, flag: str = "--model-path", impl: str = AUTO) -> ModelConfig:
     """Reads config.json (and generation_config.json, if there is one) of what a flag names.
+
+    Args:
+        impl: what computes it: `own`, `transformers`, or `auto` for transformers where no file of
+            ours does.
 
     Raises:
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
     path = resolve_model_path(model_path, flag)
-    return parse_model_config(path, read_entries(path))
+    return parse_model_config(path, read_entries(path), impl)
 
 
 def read_entries(path: Path) -> dict[str, Any]:
@@ -167,31 +180,57 @@ def read_entries(path: Path) -> dict[str, Any]:
     return _read_json(path / "config.json")
 
 
-def parse_model_config(path: Path, entries: dict[str, Any]) -> ModelConfig:
+def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) -> ModelConfig:
     """Reads the entries of config.json, and the folder's generation_config.json, if there is one.
+
+    Args:
+        impl: as in `load_model_config`.
 
     Raises:
         ModelPathError: if a needed key is missing, or an entry cannot be met.
     """
     config = _with_family_defaults(entries)
+    impl = impl_of(config) if impl == AUTO else impl
+    problem = why_not_computed(config) or (why_not_known(config) if impl == OWN else None)
+    if problem is not None:
+        raise _refusal(path, problem)
+    if impl == TRANSFORMERS:
+        config = _read_by_transformers(path, entries)
     try:
-        problem = why_not_computed(config) or why_not_known(config)
-        if problem is not None:
-            raise ValueError(problem)
         parsed = _parse(path, config)
         _check_shape(parsed)
-        _check_kind(config)
+        if impl == TRANSFORMERS:
+            parsed = replace(parsed, hf=entries, impl=impl)
+        else:
+            _check_kind(config)
     except KeyError as error:
         raise ModelPathError(
             f"{path / 'config.json'} has no entry {error.args[0]!r}; is it the config of a"
             " decoder-only model?"
         ) from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
+        raise _refusal(path, str(error)) from None
     generation = path / GENERATION_CONFIG
     if generation.exists():
         parsed = replace(parsed, generation=_read_json(generation))
     return _with_eos(parsed)
+
+
+def _read_by_transformers(path: Path, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a model that transformers computes, with its defaults.
+
+    Raises:
+        ModelPathError: if it cannot compute it, or is not there.
+    """
+    problem = why_not(entries)
+    if problem is not None:
+        named = architecture_of(entries) or entries.get("model_type")
+        raise _refusal(path, f"there is no file of our own for {named!r:.80}, and {problem}")
+    return completed(entries)
+
+
+def _refusal(path: Path, reason: str) -> ModelPathError:
+    return ModelPathError(f"{path / 'config.json'} cannot be used: {reason}.")
 
 
 def _with_family_defaults(config: dict[str, Any]) -> dict[str, Any]:

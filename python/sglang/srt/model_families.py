@@ -9,14 +9,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sglang.srt.registry import HEADS, MODELS
+from sglang.srt.head_layouts import architecture_of
+from sglang.srt.registry import HEADS, MODELS, OWN, TRANSFORMERS
 
 EXPERTS, LATENT, RECURRENT = (
     "a mixture of experts",
     "latent attention (MLA)",
     "layers with a recurrent state in place of K and V",
 )
-NEEDED = "a dense checkpoint whose layers all keep K and V of their own"
+NEEDED = "a dense checkpoint whose layers all keep K and V, of heads of one size"
 
 
 class Feature(NamedTuple):
@@ -44,6 +45,8 @@ FEATURES = (
     ),
     Feature(LATENT, re.compile(r"kv_lora_rank")),
     Feature(EXPERTS, re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts")),
+    Feature("layers that share K and V", re.compile(r"num_kv_shared_layers")),
+    Feature("layers with other sizes of heads", re.compile(r"global_head_dim|per_layer_config")),
 )
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of one entry
 PARTS = ("text_config", "ffn_config")  # objects in config.json with entries of a decoder
@@ -95,15 +98,20 @@ def why_not_computed(entries: Mapping[str, Any]) -> str | None:
     return None
 
 
+def impl_of(entries: Mapping[str, Any]) -> str:
+    """Chooses what computes a model: a file of ours where there is one."""
+    named = architecture_of(entries)
+    return OWN if named in MODELS.entries or named in HEADS.entries else TRANSFORMERS
+
+
 def why_not_known(entries: Mapping[str, Any]) -> str | None:
-    """Says that there is no file for the architecture of a config.json; None if there is one, or
-    the entry names none."""
-    names = entries.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    if not name or name in {*MODELS.names, *HEADS.names}:
+    """Says that there is no file of ours for a config.json; None if there is one, or no
+    architecture is named."""
+    named = architecture_of(entries)
+    if not named or impl_of(entries) == OWN:
         return None
     return (
-        f"architecture {name!r:.80} is not supported; use a checkpoint of one that is known:"
+        f"architecture {named!r:.80} is not supported; use a checkpoint of one that is known:"
         f" {', '.join(MODELS.names)}"
     )
 

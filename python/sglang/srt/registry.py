@@ -154,6 +154,9 @@ MODELS = Registry(
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
     },
 )
+# The model of any other decoder, by transformers' own modelling code.
+TRANSFORMERS_MODEL = "sglang.srt.models.transformers_model:TransformersModel"
+OWN, TRANSFORMERS = "own", "transformers"  # values of --model-impl, beside `auto`
 _QWEN: dict[str, Any] = {
     "num_key_value_heads": 32,
     "rms_norm_eps": 1e-6,

@@ -46,7 +46,9 @@ def place(case: AttentionCase) -> PlacedCase:
 
 def backend_of(placed: PlacedCase, page_size: int = 1) -> FlashInferBackend:
     case = placed.case
-    return FlashInferBackend(placed.table, placed.pool, case.num_heads, case.windows, page_size)
+    return FlashInferBackend(
+        placed.table, placed.pool, case.num_heads, case.windows, case.scores, page_size
+    )
 
 
 def graph_batch(placed: PlacedCase, key: GraphKey) -> ForwardBatch:

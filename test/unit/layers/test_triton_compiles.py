@@ -137,8 +137,9 @@ class Kernel:
         return found
 
 
-def attention_constants(block_m: int, block_n: int, window: bool, **more: int) -> dict[str, Any]:
-    return {**HEADS, "HAS_WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": block_n, **more}
+def attention_constants(block_m: int, block_n: int, window: bool, **more: float) -> dict[str, Any]:
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    return {**HEADS, "HAS_WINDOW": window, "SOFTCAP": 0.0, **blocks, **more}
 
 
 def tree_kernels(
@@ -228,7 +229,7 @@ KERNELS = {
         ("trees", "holes"),
         num_warps=1,
         splits_ptr=None,
-        **attention_constants(16, 32, True),
+        **attention_constants(16, 32, True, SOFTCAP=50.0),
     ),
     **tree_kernels(
         "decodes",
@@ -266,7 +267,7 @@ KERNELS = {
     ),
     "shared prefixes": Kernel(
         shared_kernel._prefix_kernel,
-        {**HEADS, "BLOCK_M": 64, "BLOCK_N": 64, "TILE_SIZE": 4},
+        {**HEADS, "BLOCK_M": 64, "BLOCK_N": 64, "SOFTCAP": 0.0, "TILE_SIZE": 4},
         types=SHARED,
     ),
     "sum with shared prefixes": Kernel(
@@ -579,7 +580,7 @@ def test_attention_fits_into_the_shared_memory(
         constants |= {"tree_starts_ptr": None, "kv_starts_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
         assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit
-    constants = {**HEADS, **heads, "TILE_SIZE": 4}
+    constants = {**HEADS, **heads, "SOFTCAP": 0.0, "TILE_SIZE": 4}
     constants |= {"BLOCK_M": tuning.shared.block_m, "BLOCK_N": tuning.shared.block_n}
     more = tuning.shared.num_warps, tuning.shared.num_stages, SHARED
     kernel = Kernel(shared_kernel._prefix_kernel, constants, *more)

@@ -132,3 +132,13 @@ class LayerRuntime:
         kv = self._kv_pool.kv[layer]
         q = self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)
         return self._backend.forward(layer, q)
+
+    def attend_rotated(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """The same of queries [T, num_heads, head_dim] and keys and values [T, num_kv_heads,
+        head_dim] to which nothing is done any more, of any strides but the last."""
+        kv, num_kv_heads = self._kv_pool.kv[layer], k.shape[1]
+        kv[:, :num_kv_heads].index_copy_(0, self._slots, k)
+        kv[:, num_kv_heads:].index_copy_(0, self._slots, v)
+        return self._backend.forward(layer, q)

@@ -8,7 +8,6 @@ from sglang.srt.mem_cache.kv_memory import KVGeometry
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.models.transformer import CausalLM
 from sglang.srt.platform import memory_for
 from sglang.srt.weight_sync.weight_store import WeightStore
 
@@ -51,6 +50,5 @@ class LoadedModel:
             ModelPathError: if the head was trained for a target of other sizes.
         """
         if isinstance(self.model, DraftHead):
-            assert isinstance(target.model, CausalLM)
             self.model.attach(target.model)
             target.weights.after_update.append(self.model.refresh)

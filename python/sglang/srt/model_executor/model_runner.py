@@ -97,7 +97,7 @@ class ModelRunner:
         backend = ATTENTION_BACKENDS.load(config.attention_backend)
         num_heads = config.model.shard.part(config.model.num_heads)
         attention: AttentionBackend = backend(
-            self.req_to_token_pool, self.kv_pool, num_heads, self.model.windows
+            self.req_to_token_pool, self.kv_pool, num_heads, self.model.windows, self.model.scores
         )
         self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]

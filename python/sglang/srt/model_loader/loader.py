@@ -16,7 +16,7 @@ from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_value
 from sglang.srt.model_loader.weight_files import read_directory, stored_weights
 from sglang.srt.models.model import CheckpointNames, Model
 from sglang.srt.platform import Platform
-from sglang.srt.registry import HEADS, MODELS
+from sglang.srt.registry import load
 from sglang.srt.shard import Cut, Shard
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,10 @@ def load_model(
         max_positions: length of the RoPE table.
 
     Raises:
-        ModelPathError: if the architecture is unknown or lacks what config.json asks for, or if
-            weights are missing, broken, misshapen, of a type that is not read, NaN or infinite.
+        ModelPathError: if the architecture lacks what config.json asks for, or if weights are
+            missing, broken, misshapen, of a type that is not read, NaN or infinite.
     """
-    config.check_architecture()
-    registry = HEADS if config.architecture in HEADS.names else MODELS
-    architecture = registry.load(config.architecture)
+    architecture = load(config.model_class)
     with torch.device("meta"):
         model: Model = architecture(config, max_positions)
     if load_format != "dummy":

@@ -3,7 +3,7 @@ whose embedding and output head they share, or have their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,23 +17,14 @@ from sglang.srt.layers.linear import Embedding, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models import transformer
-from sglang.srt.models.model import CheckpointNames, Model
-from sglang.srt.models.transformer import AttentionAndMLP, CausalLM, DecoderLayer, DecoderSpec
+from sglang.srt.models.model import CheckpointNames, Model, SharedModules
+from sglang.srt.models.transformer import AttentionAndMLP, DecoderLayer, DecoderSpec
 
 HOT_HEAD = "hot_head.weight"
 OF_TARGET = {  # its names of what a head may have too
     EMBEDDING: (transformer.EMBEDDING,),
     OUTPUT_HEAD: (transformer.HEAD, transformer.EMBEDDING),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SharedModules:
-    """Modules of the target. They are no submodules of the head, so their weights are the target's
-    alone: updated, released and counted with it."""
-
-    embed_tokens: Embedding
-    lm_head: Linear
 
 
 class DraftHead(Model):
@@ -97,16 +88,16 @@ class DraftHead(Model):
         for name in self.checkpoint_names.zero_if_missing:
             self.state_dict(keep_vars=True)[name].zero_()
 
-    def attach(self, target: CausalLM) -> None:
+    def attach(self, target: Model) -> None:
         """Shares the target's embedding and output head, where it has none of its own: the modules,
         not copies.
 
         Raises:
             ModelPathError: if the target has other sizes than the head was trained for.
         """
-        embed_tokens = target.model.embed_tokens
+        self._shared = shared = target.shared_modules()
+        embed_tokens = shared.embed_tokens
         check_fits(self._config, embed_tokens.num_tokens, embed_tokens.embedding_dim)
-        self._shared = SharedModules(embed_tokens, target.lm_head)
         self.refresh()
 
     @torch.no_grad()

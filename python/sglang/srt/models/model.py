@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from sglang.srt.head_layouts import renamed
+from sglang.srt.layers.attention.base_attn_backend import PLAIN, ScoreForm
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.linear import Embedding, Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,22 @@ class CheckpointNames:
         return {name: other for name, other in pairs if name not in names and other in names}
 
 
+@dataclass(frozen=True, slots=True)
+class SharedModules:
+    """Modules that a model shares with a head that drafts for it. They are no submodules of the
+    head, so their weights are the model's alone: updated, released and counted with it."""
+
+    embed_tokens: Embedding
+    lm_head: Linear
+
+
 class Model(nn.Module):
     """A model of any kind. Parameters bear the checkpoint's names, but for `checkpoint_names` and
     fused ones (`FusedLinear`).
 
     Attributes:
-        windows: sliding window of each layer, for the attention backend.
+        windows, scores: sliding window of each layer, and the form of the scores of all, for the
+            attention backend.
         hidden_width: width of the `ForwardBatch.hidden` that a prompt's rows have; 0 if the model
             reads tokens alone.
         draft_hidden_width: the same of the rows of draft steps: the width of `ModelOutput.hidden`.
@@ -73,6 +85,7 @@ class Model(nn.Module):
     """
 
     windows: tuple[int | None, ...]
+    scores: ScoreForm = PLAIN
     hidden_width: int = 0
     draft_hidden_width: int = 0
     reads_one_row: bool = False
@@ -89,6 +102,10 @@ class Model(nn.Module):
 
     def borrow(self, name: str) -> None:
         """Does without a weight, which another model has too. This one has no memory yet."""
+        raise NotImplementedError
+
+    def shared_modules(self) -> SharedModules:
+        """Gives a head that drafts for this model what it shares."""
         raise NotImplementedError
 
     def problem_of(self, name: str, values: torch.Tensor) -> str | None:

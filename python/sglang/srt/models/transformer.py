@@ -14,7 +14,7 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Embedding, FusedLinear, SumLinear, VocabLinear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.models.model import CheckpointNames, Model
+from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -221,10 +221,11 @@ class CausalLM(Model):
         self.lm_head = VocabLinear(config.hidden_size, config.vocab_size, config.shard)
         self._is_tied = config.tie_word_embeddings
         self._tie_head()
-        first, num_more = config.num_layers, config.integer("num_nextn_predict_layers", 0, 0) or 0
-        numbered = (f"model.layers.{layer}." for layer in range(first, first + num_more))
         tied = {HEAD: EMBEDDING} if self._is_tied else {}
-        self.checkpoint_names = CheckpointNames(tied=tied, apart=(*NATIVE_NAMES, *numbered))
+        self.checkpoint_names = CheckpointNames(tied=tied, apart=apart_from(config))
+
+    def shared_modules(self) -> SharedModules:
+        return SharedModules(self.model.embed_tokens, self.lm_head)
 
     def untie(self) -> None:
         self._is_tied = False
@@ -247,3 +248,10 @@ class CausalLM(Model):
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         return self.lm_head(hidden, runtime)
+
+
+def apart_from(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the beginnings of the names of tensors that a checkpoint has for a drafter."""
+    first, num_more = config.num_layers, config.integer("num_nextn_predict_layers", 0, 0) or 0
+    numbered = (f"model.layers.{layer}." for layer in range(first, first + num_more))
+    return (*NATIVE_NAMES, *numbered)

@@ -66,6 +66,27 @@ class AttentionCapabilities:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreForm:
+    """The scores of keys, of which attention takes the softmax.
+
+    Attributes:
+        scale: factor of the products of queries and keys; None: head_dim ** -0.5.
+        softcap: a scaled product s becomes softcap * tanh(s / softcap) (arXiv 2408.00118, section
+            2); None: it stays.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """Returns the factor."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN = ScoreForm()
+
+
 class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged KV pool. The step's own K and V of a layer
     are in the pool when `forward` is called for it.
@@ -88,11 +109,13 @@ class AttentionBackend(Protocol):
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
     ) -> None:
         """
         Args:
             num_heads: query heads; those of a KV head are next to each other.
             windows: the sliding window of each layer of the pool, None for full attention.
+            scores: of all layers.
 
         Raises:
             ValueError: if the heads cannot be served.

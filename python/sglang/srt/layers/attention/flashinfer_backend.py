@@ -17,8 +17,10 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import (
+    PLAIN,
     AttentionCapabilities,
     GraphSupport,
+    ScoreForm,
 )
 from sglang.srt.layers.attention.flashinfer_masks import tree_masks
 from sglang.srt.layers.attention.flashinfer_plan import (
@@ -146,12 +148,13 @@ class _Wrapper:
         self,
         flashinfer: ModuleType,
         heads: Heads,
+        scores: ScoreForm,
         window: int | None,
         is_decode: bool,
         key: GraphKey | None,
         memory: _Memory,
     ) -> None:
-        self._heads = heads
+        self._heads, self._scores = heads, scores
         self._window_left = window_left(window)
         self._is_decode = is_decode
         self._device = memory.floats.device
@@ -208,7 +211,8 @@ class _Wrapper:
         shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim, page_size)
         options = {
             "window_left": self._window_left,
-            "sm_scale": heads.head_dim**-0.5,
+            "sm_scale": self._scores.scale_of(heads.head_dim),
+            "logits_soft_cap": self._scores.softcap,
             "q_data_type": dtype,
             "kv_data_type": dtype,
             "seq_lens": step.kv_lens,
@@ -265,10 +269,12 @@ class FlashInferBackend:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
         page_size: int | None = None,
     ) -> None:
         """
         Args:
+            scores: see `AttentionBackend`.
             page_size: of the pool if None, else a divisor of it. Of 1, every slot is a page.
 
         Raises:
@@ -279,6 +285,7 @@ class FlashInferBackend:
         assert slots % page_size == 0, (slots, page_size)
         num_kv_heads = kv_pool.k[0].shape[1]
         self._heads = Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self._scores = scores
         self._flashinfer = load_flashinfer()
         self._page_size = page_size
         self._table = req_to_token_pool.req_to_token
@@ -368,7 +375,13 @@ class FlashInferBackend:
         found = self._wrappers.get((key, is_decode, window))
         if found is None:
             found = _Wrapper(
-                self._flashinfer, self._heads, window, is_decode, key, self._memory(key)
+                self._flashinfer,
+                self._heads,
+                self._scores,
+                window,
+                is_decode,
+                key,
+                self._memory(key),
             )
             self._wrappers[key, is_decode, window] = found
         return found

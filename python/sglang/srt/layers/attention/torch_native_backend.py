@@ -9,7 +9,12 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import (
+    PLAIN,
+    AttentionCapabilities,
+    GraphSupport,
+    ScoreForm,
+)
 from sglang.srt.layers.attention.gathered_kv import GatheredKV
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.forward_options import MAX_TREE_ROWS
@@ -50,7 +55,9 @@ class TorchNativeBackend:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
     ) -> None:
+        self._scores = scores
         self._windows = tuple(dict.fromkeys(windows))
         self._mask_of_layer = [self._windows.index(window) for window in windows]
         self._table = req_to_token_pool.req_to_token
@@ -123,7 +130,11 @@ class TorchNativeBackend:
         mask = group.masks[self._mask_of_layer[layer]]
         if queries > 1:
             mask = mask.repeat_interleave(share, dim=2)
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+        if self._scores.softcap is None:
+            scale = self._scores.scale
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        else:
+            out = _attend_capped(grouped, k, v, mask, self._scores)
         out = out.view(num, num_kv_heads, queries, share, head_dim).transpose(1, 2)
         return out.reshape(num * queries, num_heads, head_dim)
 
@@ -202,6 +213,23 @@ class TorchNativeBackend:
         length = max(batch.kv_len_upper_bounds[index] for index in indices)
         size = max(1, MAX_MASK_ENTRIES // (q_len * length))
         return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, form: ScoreForm
+) -> torch.Tensor:
+    """Attention with a bound on scores, which are float32.
+
+    Args:
+        q: [N, kv_heads, Q, D].
+        k, v: [N, kv_heads, L, D].
+        mask: [N, 1, Q, L] bool.
+    """
+    assert form.softcap is not None
+    scores = (q @ k.transpose(-1, -2)).float() * form.scale_of(q.shape[-1])
+    scores = form.softcap * torch.tanh(scores / form.softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return weights.to(v.dtype) @ v
 
 
 def _unpacked(batch: ForwardBatch, starts: list[int]) -> ForwardBatch:

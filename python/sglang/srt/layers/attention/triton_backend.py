@@ -9,7 +9,12 @@ import torch
 import triton
 
 from sglang.srt.device_copies import overwrite, to_device
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import (
+    PLAIN,
+    AttentionCapabilities,
+    GraphSupport,
+    ScoreForm,
+)
 from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, MAX_SPLITS, choose_splits
 from sglang.srt.layers.attention.prompt_attention import PromptAttention
 from sglang.srt.layers.attention.shared_prefixes import SharedPrefixAttention
@@ -80,6 +85,7 @@ class TritonBackend:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
+        scores: ScoreForm = PLAIN,
     ) -> None:
         self._windows = tuple(windows)
         self._kv_pool, self._table = kv_pool, req_to_token_pool.req_to_token
@@ -108,7 +114,7 @@ class TritonBackend:
             )
         )
         self._prompts: PromptAttention | None = None
-        if PromptAttention.can_serve(kv_pool.kv[0], num_heads):
+        if scores.softcap is None and PromptAttention.can_serve(kv_pool.kv[0], num_heads):
             self._prompts = PromptAttention(
                 kv_pool, num_heads, self._table.shape[1], tuning.num_programs // 2
             )
@@ -129,6 +135,7 @@ class TritonBackend:
             kv_lens=self._no_items.new_empty(0),
             kv_starts=kv_pool.kv_starts,
             outside=req_to_token_pool.outside,
+            scores=scores,
         )
 
     @classmethod

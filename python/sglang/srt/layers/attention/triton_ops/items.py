@@ -150,7 +150,7 @@ def attend_tiles(
     q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, depth, ancestors,
     tree_start, start, end, window, scale,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Goes over the KV positions start..end in tiles; the running softmax of each packed row.
 
@@ -163,6 +163,7 @@ def attend_tiles(
         depth: [BLOCK_M] int32; the row's position less the rows before it that it does not see.
         ancestors: [BLOCK_M] int64, if it HAS_TREE; bit 0 is of position `tree_start`.
         MASKED: a tile may reach past `end` or hold what some row does not see.
+        SOFTCAP: of scores of base 2; 0 for none.
     """
     dim = tl.arange(0, BLOCK_D)
     for tile in range(start, end, BLOCK_N):
@@ -180,6 +181,8 @@ def attend_tiles(
             k = tl.load(address)
             v = tl.load(address + v_offset)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP > 0:  # times a hyperbolic tangent
+            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp(scores * (2 / SOFTCAP)))
         if MASKED:
             seen = (place[None, :] <= position[:, None]) & (place < end)[None, :]
             if HAS_WINDOW:
@@ -212,7 +215,7 @@ def attend_range(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(acc, top, total) of `attend_tiles` for an item's rows over the KV positions start..end, the
     tiles before `whole_end` without masks. What is past the row of the table is not read."""
@@ -244,11 +247,11 @@ def attend_range(
         acc, top, total = attend_tiles(
             q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, depths,
             ancestors, tree_start, start, tl.minimum(end, whole_end), window, scale,
-            False, False, False, HEAD_DIM, BLOCK_N, BLOCK_D,
+            False, False, False, HEAD_DIM, BLOCK_N, BLOCK_D, SOFTCAP,
         )  # fmt: skip
     acc, top, total = attend_tiles(
         q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, depths,
         ancestors, tree_start, tl.maximum(start, whole_end), end, window, scale,
-        True, HAS_WINDOW, HAS_TREE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        True, HAS_WINDOW, HAS_TREE, HEAD_DIM, BLOCK_N, BLOCK_D, SOFTCAP,
     )  # fmt: skip
     return acc, top, total

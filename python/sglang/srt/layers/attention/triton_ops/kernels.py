@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.attention.base_attn_backend import PLAIN, ScoreForm
 from sglang.srt.layers.attention.triton_ops.items import (
     attend_range,
     load_item,
@@ -36,7 +37,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paged:
-    """The place of a step's KV, and the part of it that is seen.
+    """The place of a step's KV, the part of it that is seen, and the form of scores.
 
     Attributes:
         table: [num_rows, width] int32; slot of each token of each row.
@@ -47,6 +48,7 @@ class Paged:
         tree_starts: [>= R] int64 or None, as there.
         q_starts: [> R] int64, of a packed batch; None of others.
         outside: as in ReqToTokenPool.
+        scores: as in AttentionBackend.
     """
 
     table: torch.Tensor
@@ -57,6 +59,16 @@ class Paged:
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
     outside: torch.Tensor | None = None
+    scores: ScoreForm = PLAIN
+
+    def scale_of(self, kv: torch.Tensor) -> float:
+        """Returns the factor of scores of base 2. kv: [..., head_dim]."""
+        return self.scores.scale_of(kv.shape[-1]) * LOG2_E
+
+    @property
+    def softcap(self) -> float:
+        """Returns the bound of scores of base 2; 0 for none."""
+        return (self.scores.softcap or 0.0) * LOG2_E
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +111,8 @@ def _attend_item(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MAY_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    MAY_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Goes over the KV that an item sees, or over the share of one of several splits, and writes
     the result, or leaves acc, top and total in the workspace."""
@@ -119,7 +132,7 @@ def _attend_item(
             q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
             num_rows, position, tree_start, start, end, whole_end,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
         )  # fmt: skip
         if num_splits > 1:
             _leave_sums(
@@ -143,7 +156,7 @@ def _extend_kernel(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
     """Grid (items, KV heads). With `splits_ptr` the device knows among how many programs the KV of
@@ -158,7 +171,7 @@ def _extend_kernel(
                 kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
                 q_token, q_head, kv_slot, kv_head, table_width, window, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
-                True,
+                SOFTCAP, True,
             )  # fmt: skip
     else:
         _attend_item(
@@ -166,7 +179,8 @@ def _extend_kernel(
             table_ptr, outside_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr,
             q_starts_ptr, tree_starts_ptr,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D, False,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
+            False,
         )  # fmt: skip
     finish(PDL, beside)
 
@@ -178,7 +192,7 @@ def _split_kernel(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
@@ -204,7 +218,7 @@ def _split_kernel(
         q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
         num_rows, position, tree_start, start, end, whole_end,
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
-        NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
     )  # fmt: skip
     _leave_sums(
         tl.program_id(0), tl.program_id(2), tl.num_programs(2), num_rows, acc, top, total,
@@ -251,8 +265,8 @@ def attend_items(
         q, kv, out, sums, stats, items, num_splits, paged.table, paged.outside, paged.rows,
         paged.kv_lens, paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
-        window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
-        **constants, HAS_TREE=paged.ancestors is not None,
+        window or 0, paged.scale_of(kv), len(items),
+        **constants, HAS_TREE=paged.ancestors is not None, SOFTCAP=paged.softcap,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **launch.options(q.device, num_programs * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
@@ -276,8 +290,8 @@ def attend_items_split(
         q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
         paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
-        window or 0, head_dim**-0.5 * LOG2_E,
-        **constants, HAS_TREE=paged.ancestors is not None,
+        window or 0, paged.scale_of(kv),
+        **constants, HAS_TREE=paged.ancestors is not None, SOFTCAP=paged.softcap,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **launch.options(q.device, len(items) * num_kv_heads * num_splits),
     )  # fmt: skip

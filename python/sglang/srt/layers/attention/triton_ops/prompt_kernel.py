@@ -383,7 +383,7 @@ def attend_prompts(
     stats, sums = stats_and_sums(workspace, PACKED_ROWS, head_dim)
     _prompt_kernel[(num_shares * num_kv_heads,)](
         q, kv, out, sums, stats, items, num_splits, paged.rows, paged.kv_lens, paged.kv_starts,
-        q.stride(0), q.stride(1), window or 0, head_dim**-0.5 * LOG2_E, len(items),
+        q.stride(0), q.stride(1), window or 0, paged.scores.scale_of(head_dim) * LOG2_E, len(items),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         HAS_WINDOW=window is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RING=RING, num_warps=4,
     )  # fmt: skip

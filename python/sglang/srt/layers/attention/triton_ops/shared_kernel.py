@@ -16,7 +16,6 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.items import attend_tiles, first_kv, split_len
 from sglang.srt.layers.attention.triton_ops.kernels import (
-    LOG2_E,
     Paged,
     Tiles,
     constants_of,
@@ -53,7 +52,8 @@ def _attend_prefix(
     tile, split, num_splits, q_ptr, kv_ptr, sums_ptr, stats_ptr, tiles_ptr, members_ptr, table_ptr,
     rows_ptr, q_token, q_head, kv_slot, kv_head, table_width, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TILE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Goes over one split of the KV of a tile and leaves acc, top and total in the workspace."""
     first = tl.load(tiles_ptr + tile * TILE_SIZE)
@@ -84,10 +84,12 @@ def _attend_prefix(
         acc, top, total = attend_tiles(
             q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, position, None,
             0, start, whole_end, 0, scale, False, False, False, HEAD_DIM, BLOCK_N, BLOCK_D,
+            SOFTCAP,
         )  # fmt: skip
         acc, top, total = attend_tiles(
             q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, position, None,
             0, whole_end, end, 0, scale, True, False, False, HEAD_DIM, BLOCK_N, BLOCK_D,
+            SOFTCAP,
         )  # fmt: skip
         part = ((tile * NUM_KV_HEADS + kv_index) * num_splits + split).to(tl.int64)
         place = part * BLOCK_M + row
@@ -101,7 +103,8 @@ def _prefix_kernel(
     q_ptr, kv_ptr, sums_ptr, stats_ptr, counts_ptr, tiles_ptr, members_ptr, table_ptr, rows_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TILE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
     PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (programs that take splits of tiles in turn, KV heads)."""
@@ -113,7 +116,7 @@ def _prefix_kernel(
             share // num_splits, share % num_splits, num_splits, q_ptr, kv_ptr, sums_ptr,
             stats_ptr, tiles_ptr, members_ptr, table_ptr, rows_ptr,
             q_token, q_head, kv_slot, kv_head, table_width, scale,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, TILE_SIZE,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, TILE_SIZE,
         )  # fmt: skip
 
 
@@ -202,7 +205,7 @@ def attend_prefixes(
     _prefix_kernel[(num_programs, kv.shape[1] // 2)](
         q, kv, sums, stats, shared.counts, shared.tiles, shared.members, paged.table, paged.rows,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
-        kv.shape[2] ** -0.5 * LOG2_E, **constants, TILE_SIZE=TILE_SIZE,
+        paged.scale_of(kv), **constants, SOFTCAP=paged.softcap, TILE_SIZE=TILE_SIZE,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
     )  # fmt: skip
 
