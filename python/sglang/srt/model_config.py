@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang.srt.head_layouts import architecture_of
-from sglang.srt.model_families import impl_of, why_not_computed, why_not_known
+from sglang.srt.model_families import MAX_SIZE, impl_of, why_not_computed, why_not_known
 from sglang.srt.plain_files import UnreadableFileError, read_json
 from sglang.srt.registry import (
     FAMILY_DEFAULTS,
@@ -25,7 +25,6 @@ from sglang.srt.transformers_config import completed, why_not
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
-MAX_SIZE = 1 << 24  # more than any model has of anything
 MAX_LAYERS = 1024  # more than any model has
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {
@@ -191,7 +190,7 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
     """
     config = _with_family_defaults(entries)
     impl = impl_of(config) if impl == AUTO else impl
-    problem = why_not_computed(config) or (why_not_known(config) if impl == OWN else None)
+    problem = why_not_computed(config) or why_not_known(config, impl)
     if problem is not None:
         raise _refusal(path, problem)
     if impl == TRANSFORMERS:
@@ -295,7 +294,7 @@ def _check_shape(config: ModelConfig) -> None:
     for name, size in sizes.items():
         most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if not 1 <= size <= most:
-            raise ValueError(f"{name} is {size}, but must be at least 1 and at most {most}")
+            raise ValueError(f"{name} is {size!r:.40}, but must be at least 1 and at most {most}")
     if not 0 <= config.rms_norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}, but must be in [0, 1)")
     if config.num_heads % config.num_kv_heads:

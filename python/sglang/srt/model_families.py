@@ -65,6 +65,17 @@ BY_TRANSFORMERS = frozenset(
         "SmolLM3ForCausalLM",
     }
 )
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+MAX_SIZE = 1 << 24  # more than any model has of anything
 # Names of methods in quantization_config, for people.
 QUANTIZED = {
     "awq": "AWQ (weights of 4 bits)",
@@ -99,21 +110,36 @@ def why_not_computed(entries: Mapping[str, Any]) -> str | None:
 
 
 def impl_of(entries: Mapping[str, Any]) -> str:
-    """Chooses what computes a model: a file of ours where there is one."""
+    """Chooses what computes a model: a file of ours where there is one. Where no architecture is
+    named, the file's reader says so."""
     named = architecture_of(entries)
-    return OWN if named in MODELS.entries or named in HEADS.entries else TRANSFORMERS
+    return TRANSFORMERS if named and named not in {*MODELS.names, *HEADS.names} else OWN
 
 
-def why_not_known(entries: Mapping[str, Any]) -> str | None:
-    """Says that there is no file of ours for a config.json; None if there is one, or no
-    architecture is named."""
-    named = architecture_of(entries)
-    if not named or impl_of(entries) == OWN:
+def why_not_known(entries: Mapping[str, Any], impl: str) -> str | None:
+    """Says why there is no code for what config.json calls the model; None if there may be.
+
+    Args:
+        impl: `own` or `transformers`, what is to compute it.
+    """
+    names = entries.get("architectures")
+    if names and not (isinstance(names, list) and isinstance(names[0], str)):
+        return f"architectures must be a list with the name of a class, not {names!r:.40}"
+    if impl == TRANSFORMERS or impl_of(entries) == OWN:
         return None
     return (
-        f"architecture {named!r:.80} is not supported; use a checkpoint of one that is known:"
-        f" {', '.join(MODELS.names)}"
+        f"architecture {architecture_of(entries)!r:.80} is not supported; use a checkpoint of one"
+        f" that is known: {', '.join(MODELS.names)}"
     )
+
+
+def why_no_sizes(entries: Mapping[str, Any]) -> str | None:
+    """Says which size of a config.json no model can have; None if all may be."""
+    for name in SIZES:
+        value = entries.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= MAX_SIZE):
+            return f"{name} is {value!r:.40}, but must be at least 1 and at most {MAX_SIZE}"
+    return None
 
 
 def _parts(entries: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -11,11 +11,18 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from sglang.srt.head_layouts import numbered_on
 from sglang.srt.model_config import ModelPathError
+from sglang.srt.model_families import ORIGINAL
 from sglang.srt.model_files import weight_names, why_no_weights
 
 BITS = re.compile(r"\d+")  # the first number in the name of a type; BOOL takes a byte
 READ_TYPES = frozenset({"F64", "F32", "BF16", "F16"})  # of weights that models have
+WEIGHTS = ("weight", "qweight", "weight_packed")  # last parts of names; the others are quantized
+LAYERS = re.compile(
+    r"(?:(?:model|language_model)\.)*layers\.(\d+)\."
+    r"self_attn\.(k_proj|v_proj|qkv_proj|o_proj)\.weight"
+)
 
 
 class TensorHeader(NamedTuple):
@@ -71,6 +78,29 @@ def bytes_by_type(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
         number = BITS.search(header.dtype)
         bits[header.dtype] += header.size * (int(number[0]) if number else 8)
     return {name: count // 8 for name, count in bits.most_common()}
+
+
+def num_kv_values(headers: Mapping[str, TensorHeader]) -> int | None:
+    """Counts the values of K and V of one token in all layers, by the projections' shapes; None
+    where layers have other names."""
+    drafting, sums = numbered_on(headers), Counter[str]()
+    for name, (_, shape) in headers.items():
+        found = LAYERS.fullmatch(name)
+        if found is not None and len(shape) == 2 and int(found[1]) not in drafting:
+            sums[found[2]] += shape[1] if found[2] == "o_proj" else shape[0]
+    fused = sums["qkv_proj"]
+    # It has the queries too, which are as wide as the input of the output's projection.
+    return sums["k_proj"] + sums["v_proj"] + (fused and fused - sums["o_proj"]) or None
+
+
+def unread_weight(headers: Mapping[str, TensorHeader]) -> str | None:
+    """Describes a weight of a type that no model here reads; None if there is none."""
+    for name, header in headers.items():
+        if name.rpartition(".")[2] in WEIGHTS and header.dtype not in READ_TYPES:
+            return (
+                f"has a weight {name!r} of type {header.dtype}, quantized weights; use {ORIGINAL}."
+            )
+    return None
 
 
 def _files(folder: Path) -> tuple[list[str], list[str]]:

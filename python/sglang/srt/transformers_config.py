@@ -37,8 +37,9 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     Args:
         entries: of config.json.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return f"it takes transformers, which is not installed; run: {INSTALL}"
+    problem = why_not_installed()
+    if problem is not None:
+        return problem
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -46,7 +47,7 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     model_type = str(text.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return (
-            f"transformers has no model_type {model_type!r}; use a checkpoint of a model that it"
+            f"transformers has no model_type {model_type!r:.80}; use a checkpoint of a model that it"
             " has, or a newer transformers"
         )
     try:
@@ -54,6 +55,13 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     except (*WRONG_ENTRIES, StrictDataclassError) as error:
         return f"transformers cannot read it ({first_line(error)})"
     return _why_not_class(model_type, config) or _why_not_entries(text, config)
+
+
+def why_not_installed() -> str | None:
+    """Says how to install transformers; None if it is there."""
+    if importlib.util.find_spec("transformers") is None:
+        return f"it takes transformers, which is not installed; run: {INSTALL}"
+    return None
 
 
 def text_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
