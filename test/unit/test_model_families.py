@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from headers_of_models import SIZES, write_model
+from sglang import check_model
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_families import (
     BY_TRANSFORMERS,
@@ -20,21 +22,11 @@ from sglang.srt.model_families import (
     why_not_computed,
 )
 from sglang.srt.registry import MODELS, OWN, TRANSFORMERS
+from sglang.srt.tensor_headers import num_kv_values, read_headers
 
 pytest.importorskip("transformers")
 
 SHARED = "layers that share K and V"
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 # By transformers' model_type: what computes it, or all that it has and that nothing computes.
 FAMILIES: dict[str, str | tuple[str, ...]] = {
     "llama": OWN,
@@ -129,6 +121,27 @@ def test_the_text_model_of_several_models_is_judged() -> None:
     assert RECURRENT in (why_not_computed(inner) or "")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [("phi3", SIZES), ("gemma3_text", {**SIZES, "head_dim": 6})],
+)
+def test_kv_is_counted_by_the_tensors_of_a_family_without_a_file_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str, sizes: dict[str, Any]
+) -> None:
+    """Of Phi-3 queries, keys and values are one tensor."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    entries = entries_of(model_type, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    folder = write_model(tmp_path, entries, shapes)
+    assert num_kv_values(read_headers(tmp_path)) == 2 * 4 * 2 * sizes.get("head_dim", 8)
+    assert check_model.main([folder]) == 0
+    assert "by transformers' own modelling code" in capsys.readouterr().out
+
+
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
 
@@ -153,7 +166,7 @@ def test_what_a_model_has_comes_before_the_form_of_its_weights(tmp_path: Path) -
         {"quantization_config": [1]},
         {"quantization_config": {"quant_method": ["\n"] * 50}},
         {"quantization_config": {"bits": 4}},
-        {"architectures": ["Unknown\nForCausalLM" * 9], "model_type": "\n" * 99},
+        {"architectures": ["Unknown\nForCausalLM" * 9], "model_type": "\n" * 9},
         {"architectures": [["LlamaForCausalLM"]]},
         {"architectures": [{}]},
         {"architectures": 7},

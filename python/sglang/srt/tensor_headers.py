@@ -97,9 +97,8 @@ def unread_weight(headers: Mapping[str, TensorHeader]) -> str | None:
     """Describes a weight of a type that no model here reads; None if there is none."""
     for name, header in headers.items():
         if name.rpartition(".")[2] in WEIGHTS and header.dtype not in READ_TYPES:
-            return (
-                f"has a weight {name!r} of type {header.dtype}, quantized weights; use {ORIGINAL}."
-            )
+            said = f"has a weight {name!r} of type {header.dtype}, which is not read"
+            return f"{said}; use {ORIGINAL}."
     return None
 
 

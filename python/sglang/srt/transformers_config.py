@@ -47,8 +47,8 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     model_type = str(text.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return (
-            f"transformers has no model_type {model_type!r:.80}; use a checkpoint of a model that it"
-            " has, or a newer transformers"
+            f"transformers has no model_type {model_type!r:.80}; use a checkpoint of a model that"
+            " it has, or a newer transformers"
         )
     try:
         config = read_config(text)
