@@ -91,7 +91,12 @@ class OneBatch:
     ) -> None:
         if args.tp_size > 1:
             raise ConfigError("--tp-size: this benchmark has one rank; leave it out.")
-        config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
+        config = resolve(
+            args,
+            Platform.probe(),
+            load_model_config(args.model_path, impl=args.model_impl),
+            Environ.read(),
+        )
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target
         prices = measure_prices(config, runner)

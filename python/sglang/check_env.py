@@ -148,7 +148,7 @@ def _look_at_start(findings: Findings, server_args: ServerArgs) -> None:
 
     def configure() -> str:
         args = check_start(server_args)[0].args
-        model = load_model_config(args.model_path)
+        model = load_model_config(args.model_path, impl=args.model_impl)
         execution = resolve(args, Platform.probe(), model, Environ.read()).execution
         return (
             f"{args.served_model_name} on {execution.device}, {execution.attention_backend}"

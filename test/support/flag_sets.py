@@ -44,7 +44,7 @@ WITHOUT_EFFECT = (
     "--enable-multimodal",
     "--grammar-backend xgrammar",
     "--grammar-backend outlines",
-    "--model-impl transformers",
+    "--trust-remote-code",
     "--speculative-eagle-topk 4 --speculative-num-steps 3 --speculative-num-draft-tokens 16"
     " --speculative-adaptive --speculative-algorithm EAGLE3"
     " --speculative-draft-model-path demo-eagle3",

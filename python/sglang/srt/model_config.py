@@ -188,13 +188,14 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
     Raises:
         ModelPathError: if a needed key is missing, or an entry cannot be met.
     """
+
+    wished, impl = impl, _impl_of(entries, impl)
     config = _with_family_defaults(entries)
-    impl = impl_of(config) if impl == AUTO else impl
     problem = why_not_computed(config) or why_not_known(config, impl)
     if problem is not None:
         raise _refusal(path, problem)
     if impl == TRANSFORMERS:
-        config = _read_by_transformers(path, entries)
+        config = _read_by_transformers(path, entries, is_wish=wished == TRANSFORMERS)
     try:
         parsed = _parse(path, config)
         _check_shape(parsed)
@@ -215,7 +216,12 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
     return _with_eos(parsed)
 
 
-def _read_by_transformers(path: Path, entries: dict[str, Any]) -> dict[str, Any]:
+def _impl_of(entries: dict[str, Any], wished: str) -> str:
+    """Chooses what computes a model."""
+    return impl_of(_with_family_defaults(entries)) if wished == AUTO else wished
+
+
+def _read_by_transformers(path: Path, entries: dict[str, Any], is_wish: bool) -> dict[str, Any]:
     """Returns the entries of a model that transformers computes, with its defaults.
 
     Raises:
@@ -223,8 +229,10 @@ def _read_by_transformers(path: Path, entries: dict[str, Any]) -> dict[str, Any]
     """
     problem = why_not(entries)
     if problem is not None:
-        named = architecture_of(entries) or entries.get("model_type")
-        raise _refusal(path, f"there is no file of our own for {named!r:.80}, and {problem}")
+        named = architecture_of(entries) or str(entries.get("model_type"))
+        known = f"no file of ours computes {named!r:.80} (known: {', '.join(MODELS.names)})"
+        why = "--model-impl transformers" if is_wish else known
+        raise _refusal(path, f"{why}, and {problem}")
     return completed(entries)
 
 

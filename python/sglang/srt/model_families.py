@@ -101,7 +101,7 @@ def why_not_computed(entries: Mapping[str, Any]) -> str | None:
         which = "which is" if len(found) == 1 else "which are"
         return f"{said}, {which} not supported; use {NEEDED}"
     if any(part.get("is_encoder_decoder") is True for part in parts):
-        return "is_encoder_decoder says encoder and decoder; use a model with a decoder alone"
+        return "is_encoder_decoder says an encoder and a decoder; use a model with a decoder alone"
     for part in parts:
         for name in ("quantization_config", "compression_config"):
             if part.get(name):

@@ -20,8 +20,8 @@ from sglang.srt.argument_parsing import (
     sglang_section,
 )
 from sglang.srt.flag_values import check_finite, flag
-from sglang.srt.model_config import DTYPE_ALIASES, DTYPES
-from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.model_config import AUTO, DTYPE_ALIASES, DTYPES
+from sglang.srt.registry import ATTENTION_BACKENDS, OWN, TRANSFORMERS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
 from sglang.srt.speculation_args import SpeculationArgs
 from sglang.srt.version import __version__
@@ -94,6 +94,12 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         "auto",
         "`auto` reads safetensors; `dummy` fills random weights from config.json alone.",
         choices=("auto", "safetensors", "dummy"),
+    )
+    model_impl: str = flag(
+        AUTO,
+        "What computes the model: `own` files of this package, `transformers` for its modelling"
+        " code, or `auto` for transformers where there is no file of ours.",
+        choices=(AUTO, OWN, TRANSFORMERS),
     )
     dtype: str = flag(
         "auto",

@@ -63,6 +63,7 @@ _WORKS = (
         "enable_weights_cpu_backup enable_draft_weights_cpu_backup",
     ),
     Entry("an idle server always sleeps", "sleep_on_idle"),
+    Entry("a file of this package runs", "model_impl", ("sglang",), "own"),
     Entry(
         "weights are used as they are",
         "quantization speculative_draft_model_quantization",
@@ -110,7 +111,7 @@ _NO_EFFECT = (
     ),
     Entry("llguidance holds outputs to grammars", "grammar_backend", ("xgrammar", "outlines")),
     Entry("no grammar is kept on disk", "disable_outlines_disk_cache"),
-    Entry("the model's own code of this runtime runs", "model_impl trust_remote_code"),
+    Entry("code of a model's folder never runs", "trust_remote_code"),
     Entry("safetensors are read as files", "load_format", ("fastsafetensors", "runai_streamer")),
     Entry(
         "weights are read one way, from safetensors",

@@ -15,6 +15,7 @@ from sglang.srt.model_families import why_not_computed
 INSTALL = "pip install 'sglang-adaptive[transformers]'"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 WRONG_ENTRIES = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, OSError)
+WITH_PARTS = "ForConditionalGeneration"  # ends names of models that read more than text
 # Entries that choose code or weights, and none of a model's shape.
 NOT_SHAPE = (
     "attn_implementation",
@@ -53,8 +54,8 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     try:
         config = read_config(text)
     except (*WRONG_ENTRIES, StrictDataclassError) as error:
-        return f"transformers cannot read it ({first_line(error)})"
-    return _why_not_class(model_type, config) or _why_not_entries(text, config)
+        return f"transformers cannot read it ({in_one_line(error)})"
+    return _why_not_class(model_type, config, entries) or _why_not_entries(text, config)
 
 
 def why_not_installed() -> str | None:
@@ -150,18 +151,21 @@ class Entries:
         return by_type or [found]
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the beginning of an error's text, for a message of one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+def in_one_line(error: BaseException) -> str:
+    """Returns an error's type and the beginning of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _why_not_class(model_type: str, config: Any) -> str | None:
+def _why_not_class(model_type: str, config: Any, entries: Mapping[str, Any]) -> str | None:
     """Judges by the code that transformers has for a model."""
     try:
         kind = model_class(config)
     except KeyError:
         return f"transformers has no model that writes text for model_type {model_type!r}"
+    named = [str(each) for each in entries.get("architectures") or ()][:1]
+    of_parts = isinstance(entries.get("text_config"), dict)
+    if named and named[0] != kind.__name__ and not (of_parts and named[0].endswith(WITH_PARTS)):
+        return f"transformers' code for {model_type} is {kind.__name__}, not {named[0]!r}"
     if kind._is_stateful:
         return (
             f"layers of {model_type} keep a recurrent state, which is not supported; use a model"

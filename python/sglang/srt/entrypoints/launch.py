@@ -246,7 +246,7 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
             architecture that is not supported.
         TokenizerError: if the tokenizer cannot be read.
     """
-    model = load_model_config(server_args.model_path)
+    model = load_model_config(server_args.model_path, impl=server_args.model_impl)
     check_is_no_head(model)
     tokenizer = tokenizer_from_flags(server_args)
     folder = tokenizer_folder(server_args)

@@ -208,7 +208,9 @@ def launch_subprocesses(
         raise RuntimeError(NO_LOOP) from None
     folders, tokenizer = find_model(server_args)
     server_args = folders.with_weights()
-    state = ServerState(server_args, load_model_config(server_args.model_path))
+    state = ServerState(
+        server_args, load_model_config(server_args.model_path, impl=server_args.model_impl)
+    )
 
     def fail(message: str) -> None:
         logger.error("%s", message)

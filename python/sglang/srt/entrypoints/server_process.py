@@ -160,7 +160,9 @@ class _Server:
         self._tokenizer = tokenizer
         self._listener = listener
         self._waiting = waiting
-        self._state = ServerState(server_args, load_model_config(server_args.model_path))
+        self._state = ServerState(
+            server_args, load_model_config(server_args.model_path, impl=server_args.model_impl)
+        )
         self._uvicorn = self._make_uvicorn()
         self._exit_code = 0
         self._manager: TokenizerManager | None = None

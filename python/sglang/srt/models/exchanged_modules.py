@@ -36,9 +36,7 @@ class StepLinear(Linear):
         self.weight, self.bias = replaced.weight, replaced.bias
         self._step = step
 
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, runtime: LayerRuntime | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, runtime: LayerRuntime | None = None) -> torch.Tensor:
         runtime = runtime or self._step.runtime
         if runtime is None:
             return F.linear(x, self.weight, self.bias)
@@ -78,9 +76,12 @@ class StepGatedMLP(nn.Module):
         runtime, gate_up = self._step.runtime, self.gate_up_proj
         if runtime is None:
             gate, up = F.linear(x, gate_up.weight, gate_up.bias).chunk(2, dim=-1)
-            return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
-        gated = runtime.gated_linear(x.flatten(0, -2), gate_up.weight, gate_up.bias)
-        return self.down_proj(gated.unflatten(0, x.shape[:-1]))  # type: ignore[no-any-return]
+            gated = F.silu(gate) * up
+        else:
+            gated = runtime.gated_linear(x.flatten(0, -2), gate_up.weight, gate_up.bias)
+            gated = gated.unflatten(0, x.shape[:-1])
+        out: torch.Tensor = self.down_proj(gated)
+        return out
 
 
 def exchange(model: nn.Module, step: CurrentStep) -> None:

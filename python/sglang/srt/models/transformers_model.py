@@ -21,7 +21,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
-from sglang.srt.transformers_config import first_line, model_class, read_config, text_entries
+from sglang.srt.transformers_config import in_one_line, model_class, read_config, text_entries
 
 ATTENTION = "paged_pool"  # its name in transformers' attention interface
 # What models pass to attention beside the form of scores and the window, and what may be there
@@ -91,7 +91,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
 class _Given(nn.Module):
     """Stands for the decoder where the code that makes logits asks for its hidden states."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> BaseModelOutputWithPast:
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
@@ -118,8 +118,12 @@ class TransformersModel(Model):
             self.add_module(name, module)
         # In tuples, since they are no submodules: their parts are.
         self._decoder = (code.base_model,)
+        self._ends = (code.get_input_embeddings(), code.get_output_embeddings())
         code._modules[code.base_model_prefix] = _Given()
         self._code = (code,)
+        problem = _why_no_logits(code, config)
+        if problem is not None or not isinstance(self._ends[1], StepLinear):
+            raise config.refusal(problem or "its output head is no linear layer")
         self._made = _computed_buffers(self)
         ties = code.all_tied_weights_keys if config.tie_word_embeddings else {}
         self._ties = {name: other for name, other in ties.items() if name != other}
@@ -159,7 +163,7 @@ class TransformersModel(Model):
                 raise self._config.refusal(f"transformers does not say what is in {path}")
 
     def shared_modules(self) -> SharedModules:
-        found, head = self._decoder[0].get_input_embeddings(), self._code[0].get_output_embeddings()
+        found, head = self._ends
         with torch.device("meta"):
             table = Embedding(found.num_embeddings, found.embedding_dim)
         table.weight = found.weight  # which is not scaled
@@ -180,8 +184,7 @@ class TransformersModel(Model):
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         self._step.runtime = runtime
-        logits: torch.Tensor = self._code[0](inputs_embeds=hidden[None], use_cache=False).logits
-        return logits[0]
+        return _logits(self._code[0], hidden)
 
 
 def _make(config: ModelConfig) -> Any:
@@ -200,7 +203,7 @@ def _make(config: ModelConfig) -> Any:
         with initialization.no_init_weights():
             return model_class(made)(made).eval()
     except WRONG_CODE as error:
-        raise config.refusal(f"transformers cannot make the model ({first_line(error)})") from None
+        raise config.refusal(f"transformers cannot make the model ({in_one_line(error)})") from None
 
 
 def _run(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -210,19 +213,50 @@ def _run(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
     return hidden[0]
 
 
+def _logits(code: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns logits [S, vocab_size] of hidden states [S, hidden_size]."""
+    logits: torch.Tensor = code(inputs_embeds=hidden[None], use_cache=False).logits
+    return logits[0]
+
+
+def _why_no_logits(code: Any, config: ModelConfig) -> str | None:
+    """Makes logits on the meta device. Returns why there are none; None if there are."""
+    try:
+        with torch.no_grad():
+            found = _logits(code, torch.zeros((2, config.hidden_size), device="meta"))
+    except WRONG_CODE as error:
+        return f"transformers' code of its logits does not run here ({in_one_line(error)})"
+    is_right = found.shape == (2, config.vocab_size)
+    return None if is_right else f"its logits have the shape {[*found.shape]}"
+
+
 def _note_calls(code: Any, step: TransformersStep) -> str | None:
     """Runs the decoder on the meta device, to note its calls of attention. Returns why it does not
     run; None if it does."""
     for module in code.modules():
         if isinstance(vars(module).get("layer_idx"), int):
             module.paged_step = step
+    if lost := _plain_tensors(code):
+        return f"transformers' code keeps {lost[0][1]!r} neither as a weight nor as a buffer"
     two = torch.zeros(2, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
             _run(code.base_model, two, two)
     except WRONG_CODE as error:
-        return f"transformers' code does not run here ({first_line(error)})"
+        return f"transformers' code does not run here ({in_one_line(error)})"
+    for module, name in _plain_tensors(code):  # kept by this run: the next one makes them anew
+        delattr(module, name)
     return None
+
+
+def _plain_tensors(code: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Finds tensors that are attributes of modules, and neither parameters nor buffers."""
+    return [
+        (module, name)
+        for module in code.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
@@ -253,9 +287,9 @@ def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
 
 def _scores_of(call: LayerCall) -> ScoreForm:
     scale, softcap = call.options.get("scaling"), call.options.get("softcap")
-    usual = call.heads[2] ** -0.5
-    is_usual = scale is None or math.isclose(scale, usual, rel_tol=1e-6)
-    return ScoreForm(None if is_usual else float(scale), softcap)
+    if scale is None or math.isclose(scale, call.heads[2] ** -0.5, rel_tol=1e-6):
+        return ScoreForm(None, softcap)
+    return ScoreForm(float(scale), softcap)
 
 
 def _tap_layers(decoder: nn.Module, num_layers: int, step: TransformersStep) -> None:

@@ -81,7 +81,7 @@ def make_model_parts(
         ValueError: for a flag, model or size that cannot be had.
     """
     environ = Environ.read()
-    model = load_model_config(args.model_path)
+    model = load_model_config(args.model_path, impl=args.model_impl)
     model = with_tokenizer_eos(model, tokenizer_folder(args), tokenizer)
     is_first = ranks is None or ranks.shard.rank == 0
     for warning in model.warnings if is_first else ():

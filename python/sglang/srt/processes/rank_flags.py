@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.registry import TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 
 WITH_RANKS = (None, "NGRAM")  # values of --speculative-algorithm
@@ -23,6 +24,11 @@ def check_ranks(args: ServerArgs, model: ModelConfig, devices: Sequence[str]) ->
     """
     if args.tp_size == 1:
         return
+    if model.impl == TRANSFORMERS:
+        raise ConfigError(
+            f"--tp-size {args.tp_size} with transformers' modelling code, which computes"
+            f" {model.architecture}, is not built yet; leave --tp-size out."
+        )
     sizes = {
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,

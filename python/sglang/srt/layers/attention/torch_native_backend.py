@@ -106,9 +106,8 @@ class TorchNativeBackend:
             out = self.forward(layer, q[: self._num_tokens])
             return F.pad(out, (0, 0, 0, len(q) - len(out)))
         if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(layer, self._groups[0], q, self._gathered.gather(layer)).view(
-                len(q), -1
-            )
+            kv = self._gathered.gather(layer)
+            return self._attend(layer, self._groups[0], q, kv).reshape(len(q), -1)
         kv = self._kv_pool.kv[layer]
         out = q.new_empty(q.shape)
         for group in self._groups:

@@ -1,0 +1,375 @@
+"""Decoders by transformers' own modelling code equal transformers, however tokens are fed, and
+everything that goes by the contract of models works on them as on our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import build as build_own
+from test_families import change_config
+
+from drafted_serving import params_of, prompts
+from eagle_models import EAGLE3, STANDALONE, write_models
+from eagle_serving import Served, right_tokens, setup_for, tree_setup
+from model_harness import (
+    TOLERANCE,
+    Decoding,
+    Feeder,
+    Model,
+    assert_close,
+    assert_greedy,
+    sequence,
+)
+from ngram_serving import Served as ServedNgrams
+from ngram_serving import ngram_config
+from sglang.srt import model_config
+from sglang.srt.layers.forward_batch import dummy_step
+from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.model_config import ModelPathError, load_model_config
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import make_runners
+from sglang.srt.model_loader.loader import WeightPlaces
+from sglang.srt.models.exchanged_modules import StepGatedMLP, StepNorm
+from sglang.srt.models.transformers_model import TransformersModel
+from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
+from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.transformers_config import why_not
+from utils import (
+    MTP_MAX_ROWS,
+    SchedulerHarness,
+    Setup,
+    make_execution,
+    make_model_worker,
+    make_mtp_worker,
+    make_random_model,
+    make_runner,
+)
+
+WINDOW = 7
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [9.0] * 4}
+# By name: model_type, entries, and an entry that would change what comes out.
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma 2": (
+        "gemma2",
+        {
+            **MIXED,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+            "query_pre_attn_scalar": 3,
+        },
+        {"attn_logit_softcapping": None},
+    ),
+    "Gemma 3": (
+        "gemma3_text",
+        {
+            **MIXED,
+            "query_pre_attn_scalar": 3,
+            "rope_parameters": {
+                "sliding_attention": ROPE,
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            },
+        },
+        {"sliding_window": WINDOW + 2},
+    ),
+    "Phi 3": (
+        "phi3",
+        {
+            "sliding_window": WINDOW,
+            "rope_parameters": {**LONG, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 256,
+        },
+        {"sliding_window": None},
+    ),
+    "Olmo 2": ("olmo2", {"tie_word_embeddings": False}, {"rms_norm_eps": 0.5}),
+    "Olmo 3": (
+        "olmo3",
+        {**MIXED, "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4}},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "Granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.7,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+        },
+        {"attention_multiplier": 0.25},
+    ),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0]}, {"no_rope_layers": [1, 1]}),
+    "Cohere 2": ("cohere2", {**MIXED, "logit_scale": 0.5}, {"logit_scale": 0.25}),
+    "GLM-4": (
+        "glm4",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True},
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    ),
+    "Ministral": (
+        "ministral",
+        {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
+        {"sliding_window": WINDOW - 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    model_type, entries, _ = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return Model(make_random_model(model_type, folder, pad_token_id=0, **entries))
+
+
+@pytest.mark.long_matrix
+def test_prompts_whole_and_in_chunks_beside_decodes(family: Model) -> None:
+    sequences = {name: sequence(42, seed) for seed, name in enumerate(("whole", "chunks", "one"))}
+    expected = {name: family.expected(tokens) for name, tokens in sequences.items()}
+    sizes = {"whole": [30, 1, 1], "chunks": [9] * 4, "one": [1] * 6}
+    feeder = Feeder(family.runner(4), 4)
+    for step in range(6):
+        chunks = {}
+        for name, steps in sizes.items():
+            if step < len(steps):
+                start = feeder.fed.get(name, 0)
+                chunks[name] = sequences[name][start : start + steps[step]]
+        for name, logits in feeder.feed(chunks).items():
+            assert_close(logits, expected[name][feeder.fed[name] - 1])
+
+
+@pytest.mark.long_matrix
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_greedy_tokens_of_a_batch_and_of_cached_prompts(family: Model, page_size: int) -> None:
+    """The second time the prompts are in the radix tree."""
+    asked = [sequence(length, seed=length) for length in (1, 17, 33)]
+    decoding = Decoding(family, page_size)
+    outputs = decoding.generate(asked, 5, chunk=10)
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert_greedy(family, prompt, output)
+    assert decoding.generate(asked, 5, chunk=10) == outputs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_option_matters(tmp_path: Path, name: str) -> None:
+    """Logits without it differ by far more than the tolerance."""
+    from transformers import AutoModelForCausalLM
+
+    model_type, entries, changes = FAMILIES[name]
+    path = make_random_model(model_type, tmp_path / "model", pad_token_id=0, **entries)
+    before = Model(path).expected(sequence(30))[-1]
+    change_config(path, **changes)
+    other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        after = other(torch.tensor([sequence(30)])).logits[0, -1]
+    assert float((before - after).abs().max()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "mistral, window", "qwen2", "qwen3, biases"])
+def test_our_own_families_are_the_same_through_transformers(tmp_path: Path, name: str) -> None:
+    path = build_own(tmp_path / "model", name, "yarn")
+    logits = {}
+    for impl in (OWN, TRANSFORMERS):
+        runner = runner_over(path, impl)
+        assert isinstance(runner.model, TransformersModel) == (impl == TRANSFORMERS)
+        logits[impl] = Feeder(runner, 1).feed({"a": sequence(40), "b": sequence(3, 1)})
+    for request, expected in logits[OWN].items():
+        assert_close(logits[TRANSFORMERS][request], expected)
+
+
+def runner_over(path: Path, impl: str, **changes: Any) -> ModelRunner:
+    config = load_model_config(str(path), impl=impl)
+    execution = make_execution(path, Setup(), **changes)
+    return make_runners(dataclasses.replace(execution, model=config)).target
+
+
+def test_modules_with_known_code_are_exchanged(tmp_path: Path) -> None:
+    """The products of gate and up are one, and their names are the checkpoint's."""
+    runner = runner_over(build_own(tmp_path / "model", "qwen3"), TRANSFORMERS)
+    kinds = [type(module) for module in runner.model.modules()]
+    assert kinds.count(StepGatedMLP) == 2
+    assert kinds.count(StepNorm) == 2 * 4 + 1
+    places = WeightPlaces(runner.model, runner.config.model)
+    assert "model.layers.0.mlp.up_proj.weight" in places.names
+
+
+# --- what goes by the contract of models ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("drafted"))
+
+
+@pytest.fixture
+def by_transformers() -> Iterator[None]:
+    """Every whole model is computed by transformers, a draft model too; heads are ours."""
+
+    def choose(entries: dict[str, Any], wished: str) -> str:
+        is_head = entries["architectures"][0] in HEADS.names
+        return OWN if is_head else TRANSFORMERS
+
+    with mock.patch.object(model_config, "_impl_of", choose):
+        yield
+
+
+TREE = TreeShape(topk=2, depth=3, num_drafts=5)
+
+
+@pytest.mark.usefixtures("by_transformers")
+@pytest.mark.parametrize("kind", [EAGLE3, "tree", STANDALONE, "NGRAM"])
+def test_drafts_change_no_token(drafted: dict[str, Path], kind: str) -> None:
+    harness: Any
+    if kind == "NGRAM":
+        harness = ServedNgrams(drafted["target"], ngram_config(3), setup_for(3, 4))
+    elif kind == "tree":
+        harness = Served(drafted, EAGLE3, TREE.depth, tree_setup(TREE, 4), tree=TREE)
+    else:
+        harness = Served(drafted, kind, 3, setup_for(3, 4))
+    assert isinstance(harness.group.target.model, TransformersModel)
+    ids = [harness.submit(each, **params_of(index)) for index, each in enumerate(prompts())]
+    harness.run()
+    harness.check()
+    with mock.patch.object(model_config, "_impl_of", return_value=OWN):
+        right = right_tokens(drafted["target"])
+    assert [harness.outputs[each].token_ids for each in ids] == right
+    assert harness.seen["confirmed"] > 0
+
+
+@pytest.mark.usefixtures("by_transformers")
+def test_masks_change_no_token(tmp_path: Path) -> None:
+    path = build_own(tmp_path / "model", "qwen3, window in the first")
+    setup = Setup(page_size=4, num_pages=128)
+    plain = SchedulerHarness(setup, make_model_worker(path, setup))
+    masked = SchedulerHarness(
+        setup, make_mtp_worker(make_runner(path, setup, max_decode_rows=MTP_MAX_ROWS), 7)
+    )
+    asked = [sequence(length, seed=length) for length in (3, 20)]
+    options = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    assert masked.generate(asked, **options) == plain.generate(asked, **options)
+
+
+def test_taps_are_the_hidden_states_of_transformers(tmp_path: Path) -> None:
+    path = make_random_model("gemma2", tmp_path / "model", num_hidden_layers=3)
+    capture = HiddenCapture(layers=(0, 2), all_rows=True)
+    runner = make_runner(path, Setup(), capture=capture)
+    tokens = torch.tensor(sequence(9))
+    batch = dummy_step([9], runner.req_to_token_pool.padding_row, runner.device)
+    slots = torch.arange(1, 10)
+    runner.req_to_token_pool.req_to_token[runner.req_to_token_pool.padding_row, :9] = slots.int()
+    with torch.inference_mode():
+        found = runner.forward(dataclasses.replace(batch, input_ids=tokens, slots=slots))
+        right = Model(path).reference(tokens[None], output_hidden_states=True).hidden_states
+    assert found.taps is not None
+    assert_close(found.taps, torch.cat((right[0][0], right[2][0]), dim=1))
+    assert_close(found.hidden, right[-1][0])
+
+
+def test_new_weights_are_served(tmp_path: Path) -> None:
+    paths = [make_random_model("gemma2", tmp_path / str(seed), seed) for seed in (1, 2)]
+    runner = make_runner(paths[0], Setup())
+    store = runner.weights
+    store.apply(store.reader.from_directory(str(paths[1])))
+    logits = Feeder(runner, 1).feed({"a": sequence(30)})["a"]
+    assert_close(logits, Model(paths[1]).expected(sequence(30))[-1])
+
+
+def test_of_a_model_with_several_parts_that_of_text_is_served(tmp_path: Path) -> None:
+    text = make_random_model("gemma3_text", tmp_path / "text", pad_token_id=0)
+    entries = json.loads((text / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**whole, "text_config": entries}))
+    stored = load_file(text / "model.safetensors")
+    moved = {name.replace("model.", "language_model.model.", 1): t for name, t in stored.items()}
+    moved["vision_tower.weight"] = torch.zeros(3)
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
+    logits = Feeder(make_runner(folder, Setup()), 1).feed({"a": sequence(30)})["a"]
+    assert_close(logits, Model(text).expected(sequence(30))[-1])
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "said"),
+    [
+        ("qwen3_next", {}, "recurrent state"),
+        ("mamba", {}, "recurrent state"),
+        ("minicpm3", {}, "latent attention"),
+        ("mixtral", {}, "mixture of experts"),
+        ("gpt_oss", {}, "mixture of experts"),
+        ("t5", {}, "an encoder and a decoder"),
+        ("bloom", {}, "by its attention interface"),
+        ("lfm2", {"num_hidden_layers": 1, "layer_types": ["conv"]}, "recurrent state"),
+        ("gemma3n_text", {}, "share K and V"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "causal decoder"),
+        ("olmo2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("olmo2", {"quantization_config": {"quant_method": "awq"}}, "quantized weights"),
+        ("olmo2", {"architectures": ["OtherForCausalLM"]}, "is Olmo2ForCausalLM, not"),
+        ("olmo2", {"num_hidden_layers": "many"}, "cannot read it"),
+        ("nothing", {}, "no model_type 'nothing'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_by_its_reason(
+    model_type: str, entries: dict[str, Any], said: str
+) -> None:
+    problem = why_not({"model_type": model_type, **entries})
+    assert problem is not None
+    assert said in problem
+    assert "\n" not in problem
+
+
+def test_layers_that_attend_otherwise_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    path = make_random_model(
+        "gemma4_text", tmp_path / "model", layer_types=["sliding_attention", "full_attention"]
+    )
+    with pytest.raises(ModelPathError, match=r"heads"):
+        make_runner(path, Setup())
+
+
+def test_without_transformers_the_refusal_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_random_model("olmo2", tmp_path / "model")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    with pytest.raises(ModelPathError, match=r"pip install 'sglang-adaptive\[transformers\]'"):
+        load_model_config(str(path))
+
+
+def test_our_own_families_do_not_import_transformers(tmp_path: Path) -> None:
+    path = build_own(tmp_path / "model", "llama")
+    program = (
+        "import sys; from sglang.srt.model_config import load_model_config as load;"
+        f" load({str(path)!r}); assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)
+
+
+def test_entries_that_choose_code_do_nothing(tmp_path: Path) -> None:
+    path = make_random_model("olmo2", tmp_path / "model")
+    right = Model(path).expected(sequence(30))[-1]
+    (path / "evil.py").write_text("raise SystemExit('code of a folder ran')")
+    change_config(
+        path,
+        auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
+        attn_implementation="someone/kernels",
+        _attn_implementation="someone/kernels",
+        return_dict=False,
+        output_hidden_states=True,
+        use_cache=True,
+    )
+    assert_close(Feeder(make_runner(path, Setup()), 1).feed({"a": sequence(30)})["a"], right)
