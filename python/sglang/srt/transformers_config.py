@@ -55,7 +55,7 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
         config = read_config(text)
     except (*WRONG_ENTRIES, StrictDataclassError) as error:
         return f"transformers cannot read it ({in_one_line(error)})"
-    return _why_not_class(model_type, config, entries) or _why_not_entries(text, config)
+    return _why_not_entries(text, config) or _why_not_class(model_type, config, entries)
 
 
 def why_not_installed() -> str | None:
