@@ -62,7 +62,7 @@ HEAD_TENSOR = "fc.weight"  # joins what a head reads; no model has it
 
 def main(argv: list[str] | None = None) -> int:
     """Prints what a start would find in a folder; returns 1 if it could not serve it, else 0."""
-    given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    given = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
     findings = Findings()
     good = ""
     try:
@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     return findings.conclude(good)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="sglang check-model", description=(__doc__ or "").partition("\n\n")[2]
     )
