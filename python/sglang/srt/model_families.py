@@ -86,7 +86,9 @@ QUANTIZED = {
     "mxfp4": "mxfp4 (weights of 4 bits)",
     "modelopt": "ModelOpt",
 }
+CONVERTIBLE = ("awq", "gptq")  # to plain weights
 ORIGINAL = "the checkpoint in bfloat16, float16 or float32"
+CONVERT = "sglang convert-checkpoint SOURCE TARGET makes one of this folder"
 
 
 def why_not_computed(entries: Mapping[str, Any]) -> str | None:
@@ -105,7 +107,9 @@ def why_not_computed(entries: Mapping[str, Any]) -> str | None:
     for part in parts:
         for name in ("quantization_config", "compression_config"):
             if part.get(name):
-                return f"{name} says {_method(part[name])}, which is not supported; use {ORIGINAL}"
+                method, said = _method(part[name])
+                remedy = f"{ORIGINAL} ({CONVERT})" if method in CONVERTIBLE else ORIGINAL
+                return f"{name} says {said}, which is not supported; use {remedy}"
     return None
 
 
@@ -170,9 +174,9 @@ def _features(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield feature.name, f"layer type {min(types & feature.layer_types)!r}"
 
 
-def _method(config: Any) -> str:
-    """Names the method of quantized weights."""
+def _method(config: Any) -> tuple[str, str]:
+    """Names the method of quantized weights, as it is written and for people."""
     method = config.get("quant_method") if isinstance(config, dict) else None
     if method is None:
-        return "quantized weights"
-    return QUANTIZED.get(str(method), f"{method!r:.40}") + ", quantized weights"
+        return "", "quantized weights"
+    return str(method), QUANTIZED.get(str(method), f"{method!r:.40}") + ", quantized weights"
