@@ -2,12 +2,15 @@
 nonsense, somebody who pauses, updates and flushes, and children that are stopped now and then.
 
     python test/http_storm.py --seconds 60
+    python test/http_storm.py --ends 5 --tp-size 2 --speculative-algorithm NGRAM
 
 Some send a grammar that takes long to follow, and leave.
 
 Texts are those of the same requests on the idle server, or their beginning where a request was
 aborted; afterwards nothing runs, waits or holds memory. Only while a child is stopped is anything
-refused, and what runs then goes on behind it. The seed decides what is sent, not when.
+refused, and what runs then goes on behind it. The seed decides what is sent, not when. Flags that
+it does not know are the server's. With --ends so many servers lose a child under load afterwards:
+each must name it, and leave no process.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ import argparse
 import http.client
 import itertools
 import json
+import os
 import random
+import signal
 import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
@@ -37,6 +44,7 @@ from sglang.srt.model_config import resolve_model_path
 NUM_CLIENTS = 8
 NUM_NEW = 40
 TIMEOUT_S = 60.0
+ENDS_S = 20.0
 FLAGS = ("--max-running-requests", "6", "--max-total-tokens", "400", "--page-size", "4")
 MODES = ("abort", "retract", "in_place", "drain")
 EXTRAS: tuple[dict[str, Any], ...] = ({}, {"return_logprob": True}, {"cache_salt": "salt"})
@@ -62,6 +70,7 @@ class HttpStorm:
         self._seed = seed
         self._until = 0.0
         self._children = server.children()
+        self._kinds = [kind for kind in KINDS if self._serves(kind)]
         self._right: dict[tuple[int, str], str] = {}
         self.seen: Counter[str] = Counter()
 
@@ -71,7 +80,7 @@ class HttpStorm:
         Raises:
             AssertionError: naming what is not as it must be.
         """
-        for index, kind in itertools.product(range(len(PROMPTS)), KINDS):
+        for index, kind in itertools.product(range(len(PROMPTS)), self._kinds):
             answer = self._server.post("/generate", _body(index, kind)).json()
             self._right[index, kind] = answer["text"]
         self._until = time.monotonic() + seconds
@@ -81,6 +90,10 @@ class HttpStorm:
             for worker in reversed(workers):
                 worker.result()
         self._check_rest()
+
+    def _serves(self, kind: str) -> bool:
+        """Tells whether there are requests of this kind beside the server's drafter."""
+        return self._server.post("/generate", _body(0, kind)).status_code == 200
 
     def _work(self, index: int, act: Callable[[httpx.Client, random.Random], None]) -> None:
         chooser = random.Random(self._seed * 100 + index)
@@ -94,7 +107,7 @@ class HttpStorm:
                     _call(client, "/continue_generation", {})
 
     def _client(self, client: httpx.Client, chooser: random.Random) -> None:
-        index, kind = chooser.randrange(len(PROMPTS)), chooser.choice(list(KINDS))
+        index, kind = chooser.randrange(len(PROMPTS)), chooser.choice(self._kinds)
         rid = f"{chooser.choice('ab')}-{chooser.randrange(10**6)}"
         body = {**_body(index, kind), **chooser.choice(EXTRAS), "rid": rid}
         draw = chooser.random()
@@ -265,9 +278,39 @@ def _call(client: httpx.Client, path: str, body: dict[str, Any] | None) -> bool:
     return response.status_code == 200
 
 
-def storm_over_http(seed: int, seconds: float) -> Counter[str]:
+def end_under_load(seed: int, *flags: str) -> str:
+    """A child of a busy server is killed or, of a rank beside the first one, stopped for good;
+    returns what happened."""
+    chooser = random.Random(seed)
+    with running_server("demo", *FLAGS, *flags) as server:
+        children = server.children()
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        role = chooser.choice(list(children))
+        is_stopped = role.startswith("rank") and chooser.random() < 0.5
+        reason = f"The {role} process {'has been stopped for 3 s' if is_stopped else 'ended with'}"
+        acts = range(NUM_CLIENTS)
+        with ThreadPoolExecutor(len(acts)) as pool:
+            for index in acts:
+                pool.submit(_ask_until_it_ends, server.url, index)
+            time.sleep(chooser.uniform(0.2, 1.0))
+            os.kill(children[role], signal.SIGSTOP if is_stopped else signal.SIGKILL)
+            said = server.process.communicate(timeout=ENDS_S)[1]
+        assert reason in said, said
+        assert server.process.returncode != 0
+        _, alive = psutil.wait_procs(family, timeout=ENDS_S)
+        assert not alive, alive
+    return reason
+
+
+def _ask_until_it_ends(url: str, index: int) -> None:
+    with suppress(httpx.TransportError), httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        while client.post("/generate", json=_body(index, "plain")).status_code == 200:
+            pass
+
+
+def storm_over_http(seed: int, seconds: float, *flags: str) -> Counter[str]:
     """One server, one storm; returns what there was to see."""
-    with running_server("demo", *FLAGS) as server:
+    with running_server("demo", *FLAGS, *flags) as server:
         storm = HttpStorm(server, seed)
         storm.run(seconds)
         return storm.seen
@@ -277,10 +320,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A storm of clients over HTTP.")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
+    parser.add_argument("--ends", type=int, default=0, help="servers that lose a child")
+    args, flags = parser.parse_known_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"http storm: seed {seed}", flush=True)
-    print(f"http storm: {dict(sorted(storm_over_http(seed, args.seconds).items()))}")
+    print(f"http storm: {dict(sorted(storm_over_http(seed, args.seconds, *flags).items()))}")
+    for number in range(args.ends):
+        print(f"http storm: {end_under_load(seed + number, *flags)}", flush=True)
     return 0
 
 

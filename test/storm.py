@@ -4,6 +4,7 @@
     python test/storm.py --seed 12345 --rounds 1 # that round again
     python test/storm.py --heads --seconds 180   # only rounds with a head or a draft model
     python test/storm.py --swaps 1000            # those, whose weights change 1,000 times meanwhile
+    python test/storm.py --tp-size 2             # over two ranks, in threads
 
 A round draws a configuration, three of ten with a draft head, then requests and control calls of
 every kind at random steps. Its seed decides all of it: time, threads and what a device would do are
@@ -68,7 +69,8 @@ def run_rounds(
                 seen += Round(seed, models, num_swaps > 0).run_round()
         except Exception as error:
             swaps = f" --swaps {num_swaps}" if num_swaps else ""
-            command = f"python test/storm.py --seed {seed} --rounds 1{swaps}"
+            ranks = f" --tp-size {models.num_ranks}" if models.num_ranks > 1 else ""
+            command = f"python test/storm.py --seed {seed} --rounds 1{swaps}{ranks}"
             raise StormFailure(f"{type(error).__name__}: {error}\nAgain: {command}") from error
         seen["rounds"] += 1
         if now - last > 10:
@@ -91,13 +93,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="this many instead of a time")
     parser.add_argument("--heads", action="store_true", help="only rounds with a draft head")
     parser.add_argument("--swaps", type=int, default=0, help="changes of heads' weights")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that hold each model, 1 or 2")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # leases that run out
     seed = random.SystemRandom().randrange(10**9) if args.seed is None else args.seed
     print(f"storm: first seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        models = TinyModels(Path(directory))
+        models = TinyModels(Path(directory), args.tp_size)
         try:
             seen = run_rounds(
                 models,

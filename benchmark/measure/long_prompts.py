@@ -1,9 +1,9 @@
 """How long do prompts of a thousand tokens and more take? The loads of docs/performance.md.
 
-One Engine with the server's default flags (radix cache on) in a large geometry with
-random weights, greedy. Every run has fresh random prompts, so nothing is found in the cache but
-what prompts of one run share. Each case is warmed up by one run of few prompts that does not count;
-its figure is the median of the others. A decode step is
+One Engine with the server's default flags (radix cache on) in a large geometry with random weights,
+greedy; with --tp-size on several GPUs. Every run has fresh random prompts, so nothing is found in
+the cache but what prompts of one run share. Each case is warmed up by one run of few prompts that
+does not count; its figure is the median of the others. A decode step is
 (wall(256 new tokens) - wall(1 new token)) / 255. What is asked, and the peer, are of one H100.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -174,6 +175,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
     add("--device", default="auto")
     add("--attention-backend")
+    add("--tp-size", type=int, default=1, help="the server's flag")
     add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
     add_schedule_options(parser)
     return parser.parse_args(argv)
@@ -192,11 +194,13 @@ def main() -> None:
             load_format="dummy",
             device=arguments.device,
             attention_backend=arguments.attention_backend,
+            tp_size=arguments.tp_size,
             max_running_requests=arguments.max_running_requests,
             log_level="error",
             **flags,
         )
         rows: list[dict[str, Any]] = []
+        began = time.perf_counter()
         with sglang.Engine(args) as engine, tqdm(cases, unit="case") as bar:
             info = engine.get_server_info()
             result = {
@@ -204,6 +208,8 @@ def main() -> None:
                 "geometry": arguments.geometry,
                 "divided_by": arguments.divide,
                 "attention_backend": arguments.attention_backend or "default",
+                "tp_size": arguments.tp_size,
+                "start_s": round(time.perf_counter() - began, 1),
                 "max_running_requests": arguments.max_running_requests,
                 "flags": flags,
                 "schedule": info["resolved"]["schedule"],
@@ -219,7 +225,7 @@ def main() -> None:
                 bar.set_description(case.name)
                 rows.append(measure(case, wall_s, arguments.repeats, vocab_size, seeds))
                 write(arguments.out, result)
-    is_judged = (arguments.geometry, arguments.divide) == (GEOMETRY, 1)
+    is_judged = (arguments.geometry, arguments.divide, arguments.tp_size) == (GEOMETRY, 1, 1)
     store(arguments.out, result)
     print("\n".join(table_line(row, is_judged) for row in rows))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from sglang.srt.entrypoints.children import started_children
+from sglang.srt.entrypoints.children import places_of, started_children
 from sglang.srt.server_args import parse_cli
 
 
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until the server itself takes it
     try:
         # They import torch while this process imports the front end and looks at flags and model.
-        with started_children(server_args.base_gpu_id) as waiting:
+        with started_children(places_of(server_args)) as waiting:
             # Loaded only once there is something to start: --help comes at once.
             from sglang.srt.entrypoints.server_process import run_server
 

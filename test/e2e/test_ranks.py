@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import sglang
 from serving_utils import running_server
@@ -27,7 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {**GREEDY, "frequency_penalty": 0.7},
 }
 ENDS_S = 10.0
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_load_aware": "off"}
+PAIR = {
+    "speculative_algorithm": "EAGLE3,NGRAM",
+    "speculative_draft_model_path": "demo-eagle3",
+    "speculative_load_aware": "off",
+    "tile_spec": True,
+    "enable_return_hidden_states": True,
+}
 
 
 def engine(num_ranks: int, **flags: Any) -> sglang.Engine:
@@ -67,11 +75,33 @@ def test_two_ranks_answer_as_one_and_take_control_calls(right: dict[str, list[li
         assert answers(two, {"greedy": GREEDY})["greedy"] == right["greedy"]
 
 
-def test_drafts_of_n_grams_are_those_of_the_model(right: dict[str, list[list[int]]]) -> None:
-    lossless = {kind: KINDS[kind] for kind in ("greedy", "seeded", "a schema")}
-    with engine(2, **NGRAM) as two:
-        for _ in range(2):  # the second time the texts are known
+def test_a_head_and_n_grams_draft_over_two_ranks(
+    right: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    """Each rank measures prices alone. The second time the texts are known."""
+    lossless = {kind: KINDS[kind] for kind in ("greedy", "seeded", "a schema", "penalties")}
+    with engine(2, **PAIR, tile_spec_cache_dir=str(tmp_path)) as two:
+        assert [path.name for path in tmp_path.iterdir()] == ["tiny-code_cpu_tp2"]
+        for _ in range(2):
             assert answers(two, lossless) == {kind: right[kind] for kind in lossless}
+        choices = ({"enabled": False}, {"drafter": "ngram"}, {"drafter": "eagle", "max_drafts": 1})
+        for choice in choices:
+            chosen = two.generate(PROMPTS, {**GREEDY, "speculative": choice})
+            assert [each["output_ids"] for each in chosen] == right["greedy"]
+        states = two.generate(PROMPTS[0], GREEDY, return_hidden_states=True)
+        assert len(states["meta_info"]["hidden_states"]) == GREEDY["max_new_tokens"]
+        assert states["meta_info"]["spec_accept_length"] > 1
+        down = torch.tensor(two.get_weights_by_name("draft.midlayer.mlp.down_proj.weight", 2048))
+        two.check_weights(action="snapshot", selector="all")
+        name = "model.layers.1.mlp.down_proj.weight"
+        whole = torch.tensor(two.get_weights_by_name(name, 2048))
+        zeros = [("draft.midlayer.mlp.down_proj.weight", down * 0), (name, whole * 0)]
+        two.update_weights_from_tensor(zeros, selector="all")
+        assert answers(two, {"greedy": GREEDY})["greedy"] != right["greedy"]
+        assert not torch.tensor(two.get_weights_by_name(name, 2048)).any()
+        two.update_weights_from_tensor([(zeros[0][0], down), (name, whole)], selector="all")
+        assert two.check_weights(action="compare", selector="all")["success"]
+        assert answers(two, {"greedy": GREEDY})["greedy"] == right["greedy"]
 
 
 @pytest.fixture

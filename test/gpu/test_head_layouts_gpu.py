@@ -15,11 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import sglang
-from draft_heads import FILE, Oracle
-from head_feeding import CPU, make_pair, run_a_round
+from block_heads import BLOCK_CASES, IDS, BlockCase, BlockOracle, write_block_head
+from draft_heads import DFLASH, FILE, Oracle, Sizes
+from head_feeding import CPU, make_pair, run_a_round, run_blocks
 from head_layouts import CASES, HeadCase
 from head_rounds import MAX_ROWS, Rounds, make_head
-from sglang.srt.model_config import resolve_model_path
+from sglang.srt.model_config import load_model_config, resolve_model_path
 from utils import make_random_llama
 
 if not torch.cuda.is_available():
@@ -76,6 +77,32 @@ def test_a_head_equals_the_oracle(case: HeadCase, targets: dict[int, Path], tmp_
     facts, tensors = case.oracle_facts, case.tensors()
     pair.oracle = Oracle(tmp_path, right.embedding, right.output, facts, tensors)
     run_a_round(pair, case.kind, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.layout)
+def test_a_head_of_blocks_equals_the_oracle(
+    case: BlockCase, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    pair = make_pair(targets[64], case.write(tmp_path / "head"), DFLASH, on={**CPU, **ON_GPU})
+    right, tensors = pair.oracle, case.tensors()
+    pair.oracle = BlockOracle(tmp_path, right.embedding, right.output, case.facts, tensors)
+    run_blocks(pair, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.layout)
+def test_blocks_with_graphs_equal_blocks_without(
+    case: BlockCase, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    folder = case.write(tmp_path / "head")
+    graphs, eager = (
+        make_head(targets[64], folder, DFLASH, 16, dtype="float32", max_graph_width=n, **ON_GPU)
+        for n in (MAX_ROWS, 0)
+    )
+    pair = Rounds(graphs, eager, TOLERANCE)
+    for num_reqs in (1, 3):
+        pair.run(num_reqs)
+    assert pair.seen["drafts"] > 20
+    assert pair.seen["near-ties"] < 5
 
 
 @EACH
@@ -145,6 +172,44 @@ def test_a_head_changes_while_requests_run(tmp_path: Path) -> None:
         assert [each["output_ids"] for each in found] == tokens
     assert accept_length(again) == pytest.approx(accept_length(right), abs=0.02)
     assert accept_length(wrong) < accept_length(right) - 0.3
+
+
+def write_head_for_the_demo(folder: Path) -> Path:
+    """A head of DFlash of random weights, whose drafts are nearly all wrong."""
+    target = load_model_config("demo")
+    shape = (target.hidden_size, target.intermediate_size, target.num_heads)
+    sizes = Sizes(*shape, target.num_kv_heads, target.head_dim, target.vocab_size)
+    options = {IDS: [0, target.num_layers - 2]}
+    return write_block_head(folder, 0, sizes, block_size=8, dflash_config=options)
+
+
+@pytest.mark.parametrize("policy", ["on", "off"])
+def test_a_server_with_a_head_of_blocks_gives_plain_tokens(tmp_path: Path, policy: str) -> None:
+    """In float32, with graphs of rounds; greedy and seeded."""
+    head = write_head_for_the_demo(tmp_path / "head")
+    params = [
+        {"temperature": heat, "sampling_seed": 5, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+        for heat in (0, 0, 0.8, 0.8)
+    ]
+    found = []
+    for more in (
+        {},
+        {
+            "speculative_algorithm": "DFLASH",
+            "speculative_draft_model_path": str(head),
+            "speculative_load_aware": policy,
+        },
+    ):
+        with sglang.Engine(
+            model_path="demo",
+            dtype="float32",
+            max_running_requests=len(PROMPTS),
+            max_total_tokens=8192,
+            log_level="error",
+            **more,
+        ) as engine:
+            found.append([each["output_ids"] for each in engine.generate(PROMPTS, params)])
+    assert found[0] == found[1]
 
 
 def read_states(path: str) -> tuple[torch.Tensor, list[int]]:

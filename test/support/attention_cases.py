@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from block_attention import BLOCKS, block_error
 from draft_chain import draft_chain_error
 from interpreted import asked
 from sglang.srt.layers.attention.base_attn_backend import PLAIN, AttentionBackend, ScoreForm
@@ -789,6 +790,9 @@ def main(name: str) -> None:
         for case_name, (requests, starts) in asked(GATHER_CASES).items():
             print(json.dumps([case_name, gather_case(requests, "cpu", starts)]), flush=True)
     print(json.dumps(["draft steps", draft_chain_error(name, "cpu", page_size=1)]), flush=True)
+    for key, (size, max_folded) in BLOCKS.items():
+        error = block_error(name, "cpu", size, max_folded)
+        print(json.dumps([f"blocks, {key}", error]), flush=True)
     for key, (case_name, masks) in asked(MASKED).items():
         error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)
         print(json.dumps([key, error]), flush=True)

@@ -1,9 +1,9 @@
-"""An EAGLE drafter that compares what it drafts with what the head says of the true sequence, by an
-oracle without a cache.
+"""Drafters with a head of EAGLE or DFlash that compare what they draft with what the head says of
+the true sequence, by an oracle without a cache.
 
 The target's hidden states are those of transformers. Of each slot of the head's pool it is noted
 which token was fed there: the next one of the sequence, but for the last slot of a page in a cached
-prefix, where it may be its publisher's."""
+prefix, where it may be its publisher's. Of DFlash it is the sequence's own at that place."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3, MASK_TOKEN, P_EAGLE, Oracle
+from block_heads import BlockOracle
+from draft_heads import DFLASH, EAGLE, EAGLE3, MASK_TOKEN, P_EAGLE, Oracle
 from drafted_serving import Drafted
 from eagle_models import (
     CONTEXT,
     EMBEDDING,
     OUTPUT_HEAD,
     eagle_config_for,
+    write_block_head,
     write_eagle3_head,
     write_eagle_head,
     write_p_eagle_head,
@@ -34,32 +36,41 @@ from eagle_models import (
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.registry import DRAFTERS
+from sglang.srt.speculative.dflash_worker import DFlashDrafter
 from sglang.srt.speculative.draft_steps import DraftSteps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep
+from sglang.srt.speculative.drafter import ComputedStep, Drafter, DrafterParts, ExtendedStep
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_worker import EagleDrafter
 from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 from utils import Setup, make_execution
 
 NUM_STEPS, TOLERANCE = 3, 2e-3
-COMPARED, COMPARED_TREES = "compared", "compared trees"
+COMPARED, COMPARED_TREES, COMPARED_BLOCKS = "compared", "compared trees", "compared blocks"
 LEFT_OUT = -2  # a token that the head was not fed
 
 
-class ComparedDrafter(EagleDrafter):
-    """Compares each chain that it proposes.
+class Compared(Drafter):
+    """Compares each chain that a drafter with a head proposes.
 
     Attributes:
         seen: chains compared, by what happened before.
     """
 
-    def __init__(self, parts: DrafterParts) -> None:
-        super().__init__(parts)
+    _runner: ModelRunner
+    _table: ReqToTokenPool
+    _state: RequestRows
+    _is_asked: bool
+    _token_shift = 1
+
+    def _compare_all(self, parts: DrafterParts) -> None:
         self._is_asked = True
         self.seen: Counter[str] = Counter()
         self.reference: Any = None
@@ -88,8 +99,7 @@ class ComparedDrafter(EagleDrafter):
             if new.params.speculative.is_off:
                 self._without_drafts.add(new.row)
 
-    def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
-        drafts = super().draft(steps, hidden)
+    def _noted(self, steps: DraftSteps, drafts: EagleVerifyInput) -> EagleVerifyInput:
         assert drafts.confidence is not None
         scores = drafts.confidence.cumprod(dim=1)
         self._scores = dict(zip(steps.rows.tolist(), scores, strict=True))
@@ -135,9 +145,12 @@ class ComparedDrafter(EagleDrafter):
         fed = self._fed[self._table.req_to_token[row, : len(known) - 1].long().cpu()]
         left_out = (fed == LEFT_OUT).nonzero()[:, 0].tolist()
         first = left_out[-1] + 1 if left_out else 0
-        wrong = (fed[first:] != known[1 + first :]).nonzero()[:, 0] + first
+        shift = self._token_shift
+        right = known[shift + first : len(fed) + shift]
+        wrong = (fed[first:] != right).nonzero()[:, 0] + first
         size = self._page_size
         assert ((wrong + 1) % size == 0).all(), wrong
+        assert shift or not len(wrong), wrong
         assert (wrong < self._num_cached[row]).all(), wrong
         self.seen["publishers' tokens"] += len(wrong) > 0
         states = self.reference(known[None, :-1], output_hidden_states=True).hidden_states
@@ -151,6 +164,57 @@ class ComparedDrafter(EagleDrafter):
         self, row: int, drafts: list[int], tokens: list[int], hidden: torch.Tensor
     ) -> None:
         """Compares a chain; the others are of `_true_sequence`."""
+        raise NotImplementedError
+
+    def _column_of(self, token: int) -> int:
+        columns = torch.arange(self.oracle.num_tokens, device=self._runner.device)
+        ids = self._runner.model.to_target_ids(columns)
+        [column] = (ids == token).nonzero()[:, 0].tolist()
+        return column
+
+    @property
+    def _page_size(self) -> int:
+        return self._runner.kv_pool.page_size
+
+
+class ComparedBlocks(Compared, DFlashDrafter):
+    """Compares the drafts of blocks."""
+
+    _token_shift = 0
+
+    def __init__(self, parts: DrafterParts) -> None:
+        DFlashDrafter.__init__(self, parts)
+        self._compare_all(parts)
+
+    def draft(self, steps: DraftSteps, num_drafts: int) -> EagleVerifyInput:
+        return self._noted(steps, super().draft(steps, num_drafts))
+
+    def _compare_drafts(
+        self, row: int, drafts: list[int], tokens: list[int], hidden: torch.Tensor
+    ) -> None:
+        certain = int(self._state.tokens[row, int(self._state.committed[row])])
+        logits = self.oracle.draft(certain, hidden)[: len(drafts)]
+        columns = torch.tensor(drafts)
+        assert (logits.amax(1) - logits.gather(1, columns[:, None])[:, 0]).max() <= TOLERANCE
+        scores = logits.softmax(1).gather(1, columns[:, None])[:, 0].cumprod(0)
+        told = self._scores[row][: len(drafts)]
+        torch.testing.assert_close(told, scores, rtol=5e-3, atol=1e-6)
+        self.seen["ties"] += bool((logits.argmax(1) != columns).any())
+
+
+class ComparedDrafter(Compared, EagleDrafter):
+    """Compares chains of EAGLE's heads."""
+
+    def __init__(self, parts: DrafterParts) -> None:
+        EagleDrafter.__init__(self, parts)
+        self._compare_all(parts)
+
+    def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
+        return self._noted(steps, super().draft(steps, hidden))
+
+    def _compare_drafts(
+        self, row: int, drafts: list[int], tokens: list[int], hidden: torch.Tensor
+    ) -> None:
         score = 1.0
         scores = self._scores[row][: len(drafts)].tolist()  # it may take fewer than the step has
         for draft, told in zip(drafts, scores, strict=True):
@@ -170,16 +234,6 @@ class ComparedDrafter(EagleDrafter):
         if mask is None:
             return draft, carried
         return MASK_TOKEN, self.oracle.combine(mask.view(1, -1))
-
-    def _column_of(self, token: int) -> int:
-        columns = torch.arange(self.oracle.num_tokens, device=self._runner.device)
-        ids = self._head.to_target_ids(columns)
-        [column] = (ids == token).nonzero()[:, 0].tolist()
-        return column
-
-    @property
-    def _page_size(self) -> int:
-        return self._runner.kv_pool.page_size
 
 
 class ComparedTrees(ComparedDrafter):
@@ -239,7 +293,11 @@ class ComparedTrees(ComparedDrafter):
 @contextmanager
 def compared_drafters() -> Iterator[None]:
     """Names the drafters of this module in this block."""
-    kinds = {COMPARED: ComparedDrafter, COMPARED_TREES: ComparedTrees}
+    kinds: dict[str, type[Compared]] = {
+        COMPARED: ComparedDrafter,
+        COMPARED_TREES: ComparedTrees,
+        COMPARED_BLOCKS: ComparedBlocks,
+    }
     places = {name: f"{__name__}:{kind.__name__}" for name, kind in kinds.items()}
     with mock.patch.dict(DRAFTERS.entries, places):
         yield
@@ -251,7 +309,8 @@ def write_noisy_models(folder: Path) -> dict[str, Path]:
     eagle3 = write_eagle3_head(folder / EAGLE3, target, noise=0.2)
     heads = {EAGLE: write_eagle_head(folder / EAGLE, noise=0.2), EAGLE3: eagle3}
     masks = write_p_eagle_head(folder / P_EAGLE, target, noise=0.2)
-    return {"target": target, **heads, P_EAGLE: masks}
+    blocks = write_block_head(folder / DFLASH, target)
+    return {"target": target, **heads, P_EAGLE: masks, DFLASH: blocks}
 
 
 def compared(
@@ -264,15 +323,18 @@ def compared(
     """A scheduler over a target with a head whose drafts are compared."""
     target, head = paths["target"], paths[kind]
     num_steps, name = (NUM_STEPS, COMPARED) if tree is None else (tree.depth, COMPARED_TREES)
+    if kind == DFLASH:
+        name = COMPARED_BLOCKS
     drafter = replace(eagle_config_for(target, head, kind, num_steps, policy, tree=tree), name=name)
     needs = drafter_needs(drafter)
     execution = make_execution(
         target, setup, CONTEXT, needs.max_rows, row_width=setup.row_width, capture=needs.capture
     )
     harness = Drafted(make_runners(execution, *drafter_models(drafter, execution)), drafter, setup)
-    made: ComparedDrafter = harness.drafter
+    made: Compared = harness.drafter
     weights = load_file(target / "model.safetensors")
     made.reference = load_reference(target)
-    made.oracle = Oracle(head, weights[EMBEDDING], weights[OUTPUT_HEAD])
+    oracle = BlockOracle if kind == DFLASH else Oracle
+    made.oracle = oracle(head, weights[EMBEDDING], weights[OUTPUT_HEAD])
     made.oracle.num_tokens = len(made.oracle.tensors.get("lm_head.weight", weights[OUTPUT_HEAD]))
     return harness

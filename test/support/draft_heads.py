@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
 NEXTN = "LlamaForCausalLMNextN"
+DFLASH = "DFlashDraftModel"
 P_EAGLE = "P-EAGLE"  # a kind of heads of EAGLE3
 MASK_TOKEN = 5
+BLOCK_SIZE = 6
 FILE = "model.safetensors"
 DRAFT_VOCAB_SIZE = 96
 
@@ -85,6 +87,27 @@ def nextn_shapes(sizes: Sizes) -> Shapes:
     size = [sizes.hidden]
     names = ("embedding_norm", "hidden_norm", "layers.0.input_layernorm", "norm")
     return eagle_shapes(sizes) | {f"{name}.weight": (torch.float32, size) for name in names}
+
+
+def block_shapes(sizes: Sizes, num_layers: int = 5, num_taps: int = 3) -> Shapes:
+    """Tensors of z-lab/Qwen3-8B-DFlash-b16, at any size."""
+    dtype, size, head = torch.float32, sizes.hidden, sizes.head_dim
+    layer = {n: it for n, it in eagle_shapes(sizes).items() if n.startswith("layers.0.")}
+    layer |= {f"layers.0.self_attn.{name}_norm.weight": (dtype, [head]) for name in "qk"}
+    layer["layers.0.input_layernorm.weight"] = (dtype, [size])
+    layers = {
+        name.replace("layers.0.", f"layers.{index}."): each
+        for index in range(num_layers)
+        for name, each in layer.items()
+    }
+    norms = {f"{name}.weight": (dtype, [size]) for name in ("hidden_norm", "norm")}
+    return layers | norms | {"fc.weight": (dtype, [size, num_taps * size])}
+
+
+def block_config(sizes: Sizes = SMALL) -> dict[str, Any]:
+    """That of z-lab, without `dflash_config`."""
+    shape = {**_config(sizes), "architectures": [DFLASH], "model_type": "qwen3"}
+    return {**shape, "head_dim": sizes.head_dim, "block_size": BLOCK_SIZE, "rope_theta": 1000000.0}
 
 
 def eagle3_config(sizes: Sizes = SMALL) -> dict[str, Any]:

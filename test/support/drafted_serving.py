@@ -15,19 +15,31 @@ import torch
 
 from sglang.srt.messages.control import AbortReq, ContinueGenerationReq, PauseGenerationReq
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.workers.tp_worker import TpModelWorker
+from thread_ranks import EqualSteps, RunnersOfRanks, put_to_work
 from utils import SchedulerHarness, Setup
 
 VOCAB = 24
 _call_ids = itertools.count(1)
 
 
+def _made_worker(
+    group: RunnerGroup, drafter: DrafterConfig | None, **options: Any
+) -> TpModelWorker:
+    """A worker over pools that hold no numbers yet."""
+    for pool in group.memory.pools:
+        for kv in pool.kv:
+            kv[pool.page_size :] = float("nan")
+    return make_worker(group, drafter, **options)
+
+
 class Drafted(SchedulerHarness):
     """A scheduler over the target and a drafter, or none. What is in no pool yet is no number
-    there, so whoever reads it shows."""
+    there, so whoever reads it shows. `scramblers` may change device rows after each step, of all
+    ranks alike."""
 
     def __init__(
         self,
@@ -37,14 +49,17 @@ class Drafted(SchedulerHarness):
         checks_kv: bool = False,
         **worker_options: Any,
     ) -> None:
-        for pool in group.memory.pools:
-            for kv in pool.kv:
-                kv[pool.page_size :] = float("nan")
-        worker = make_worker(group, drafter, checks_kv=checks_kv, **worker_options)
-        assert isinstance(worker, TpModelWorker)
-        self.drafter: Any = worker._drafter
-        self.planner: Any = worker._planner
-        super().__init__(setup, worker, resources=make_resources(group))
+        self.scramblers: list[Callable[[ComputedStep], None]] = []
+        tell, has_ranks = worker_options.pop("on_step", None), isinstance(group, RunnersOfRanks)
+        self._steps = EqualSteps(tell, has_ranks, self.scramblers)
+        on_step = self._steps if tell or has_ranks else None
+        options = {"checks_kv": checks_kv, "on_step": on_step, **worker_options}
+        at_work = put_to_work(group, lambda group: _made_worker(group, drafter, **options))
+        self._meet, self._steps.first = at_work.meet, at_work.first._state
+        self.drafter: Any = at_work.first._drafter
+        self.planner: Any = at_work.first._planner
+        self.resources = at_work.resources
+        super().__init__(setup, at_work.steps, resources=self.resources)
 
     def send(self, kind: type, **fields: Any) -> None:
         reply = self.call(kind(call_id=next(_call_ids), **fields), max_steps=10_000)
@@ -54,7 +69,9 @@ class Drafted(SchedulerHarness):
         self.send(PauseGenerationReq, mode=mode)
 
     def check(self) -> None:
-        """The ledger is exact; it was after each step."""
+        """The ledger is exact; it was after each step. The ranks are equal, and were."""
+        self._meet()
+        self._steps.check()
         checker, ledger = self.scheduler.checker, self.ledger
         assert checker.num_violations == checker.num_repairs == 0
         assert checker.report().is_exact
@@ -115,12 +132,16 @@ def abort(harness: Drafted, chooser: random.Random) -> None:
 
 
 def serve(
-    harness: Drafted, right: list[list[int]], disturb: Disturb = nothing, seed: int = 0
+    harness: Drafted,
+    right: list[list[int]],
+    disturb: Disturb = nothing,
+    seed: int = 0,
+    num_turns: int = 2,
 ) -> list[int]:
-    """All prompts twice, some arriving while others run; answers are compared. Gives the numbers of
-    the requests."""
+    """All prompts in each turn, some arriving while others run; answers are compared. Gives the
+    numbers of the requests."""
     chooser, ids = random.Random(seed), []
-    for _ in range(2):
+    for _ in range(num_turns):
         for index, prompt in enumerate(prompts()):
             ids.append(harness.submit(prompt, **params_of(index)))
             if chooser.random() < 0.4:
@@ -130,7 +151,7 @@ def serve(
             harness.step()
             disturb(harness, chooser)
     harness.check()
-    for req_id, tokens in zip(ids, right * 2, strict=True):
+    for req_id, tokens in zip(ids, right * num_turns, strict=True):
         outcome = harness.outputs[req_id]
         assert outcome.num_ends == 1
         assert outcome.finish_reason is not None

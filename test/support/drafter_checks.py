@@ -23,15 +23,14 @@ import pytest
 import torch
 
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.processes.resources import make_resources
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.scheduling.request import HiddenStates
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.step_ops import EMITS
-from sglang.srt.workers.tp_worker import TpModelWorker
+from thread_ranks import NUM_RANKS, EqualSteps, RunnersOfRanks, put_to_work, runners_of
 from token_table_check import checked_harness
 from utils import Collected, SchedulerHarness, Setup, make_execution
 
@@ -126,10 +125,14 @@ class DraftCounter:
 
 
 def make_drafter_runners(
-    path: Path, setup: Setup, drafter: DrafterConfig | None, **changes: Any
+    path: Path,
+    setup: Setup,
+    drafter: DrafterConfig | None,
+    num_ranks: int = NUM_RANKS,
+    **changes: Any,
 ) -> tuple[RunnerGroup, Setup]:
-    """Runners for a drafter, and the set-up with room for it; `changes` are fields of
-    `ExecutionConfig`."""
+    """Runners for a drafter, of ranks as `runners_of` has them, and the set-up with room for it;
+    `changes` are fields of `ExecutionConfig`."""
     needs = drafter_needs(drafter)
     setup = replace(setup, max_decode_rows=needs.max_slots)
     execution = make_execution(
@@ -142,7 +145,8 @@ def make_drafter_runners(
         captures_trees=needs.has_trees,
         **changes,
     )
-    return make_runners(execution, *drafter_models(drafter, execution)), setup
+    others = drafter_models(drafter, execution)
+    return runners_of(execution, *others, num_ranks=num_ranks), setup
 
 
 def drafter_harness(
@@ -161,10 +165,13 @@ def drafter_harness(
     """
     runners, setup = make_drafter_runners(path, setup, drafter, **changes)
     counter = DraftCounter()
-    worker = make_worker(runners, drafter, on_step=counter, checks_kv=checks_kv)
-    assert isinstance(worker, TpModelWorker)
-    resources = make_resources(runners)
-    harness, check = checked_harness(setup, worker, all_confirm=True, resources=resources)
+    equal = EqualSteps(counter, isinstance(runners, RunnersOfRanks))
+    options: dict[str, Any] = {"on_step": equal, "checks_kv": checks_kv}
+    at_work = put_to_work(runners, lambda group: make_worker(group, drafter, **options))
+    equal.first = at_work.first._state
+    harness, check = checked_harness(
+        setup, at_work.first, True, at_work.steps, resources=at_work.resources
+    )
     check.seen = counter.seen
     return harness, counter.seen
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from block_heads import IDS
 from draft_heads import (
+    DFLASH,
     EAGLE,
     EAGLE3,
     MASK_TOKEN,
@@ -22,6 +24,8 @@ from draft_heads import (
     Sizes,
     add_mask_hidden,
     architecture_of,
+    block_config,
+    block_shapes,
     eagle3_config,
     eagle3_shapes,
     eagle_config,
@@ -37,6 +41,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
+from thread_ranks import NUM_RANKS
 from utils import make_random_llama
 
 STANDALONE = "STANDALONE"
@@ -49,7 +54,12 @@ ATTENTION = "midlayer.self_attn."
 
 
 def write_target(
-    path: Path, seed: int = 0, noise: float = 0.028, num_layers: int = 8, hidden: int = HIDDEN
+    path: Path,
+    seed: int = 0,
+    noise: float = 0.028,
+    num_layers: int = 8,
+    hidden: int = HIDDEN,
+    num_ranks: int = NUM_RANKS,
 ) -> Path:
     """A Llama of 8 layers: but for them token t would be followed by t + 7, and all sequences would
     go round. The first number of each embedding is 1."""
@@ -61,7 +71,7 @@ def write_target(
         intermediate_size=48,
         num_hidden_layers=num_layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=num_ranks,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         initializer_range=0.3,
@@ -127,19 +137,52 @@ def write_p_eagle_head(path: Path, target: Path, noise: float = 0.04) -> Path:
     return add_mask_hidden(path, SIZES)
 
 
+def write_block_head(path: Path, target: Path, seed: int = 0, noise: float = 1.2) -> Path:
+    """Attention of mask tokens hands the embedding of the certain one on, so the first draft of a
+    block is that of the head of `write_eagle3_head`, and so are others, which are seldom right. It
+    looks for a number that all embeddings have, and away from those of mask tokens; hidden states
+    of the target count little."""
+    tensors = random_tensors(block_shapes(SIZES, 2), seed)
+    [file] = target.glob("*.safetensors")
+    mask = load_file(file)[EMBEDDING][MASK_TOKEN]
+    mask = mask / mask.pow(2).mean().sqrt()
+    mask[0] = 0.0
+    for name in list(tensors):
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            del tensors[name]
+        elif name.endswith("norm.weight"):
+            tensors[name].fill_(0.6 if name.startswith("hidden") else 1.0)
+        elif "self_attn" in name or name.endswith("down_proj.weight"):
+            tensors[name] *= noise
+    slowest = SIZES.head_dim // 2 - 1  # turns least with the distance
+    for layer in range(2):
+        at = f"layers.{layer}.self_attn."
+        for head in range(SIZES.num_heads):
+            row = head * SIZES.head_dim + slowest
+            tensors[f"{at}q_proj.weight"][row, 0] += 2.0
+            tensors[f"{at}k_proj.weight"][row] += 2.0 * torch.eye(SIZES.hidden)[0] - 0.5 * mask
+        tensors[f"{at}v_proj.weight"] += torch.eye(SIZES.hidden)
+        tensors[f"{at}o_proj.weight"] += 4 * torch.eye(SIZES.hidden)
+    options = {"mask_token_id": MASK_TOKEN, IDS: [1, 3, 4]}
+    config = {**block_config(SIZES), "dflash_config": options, "num_hidden_layers": 2}
+    return write_head(path, {**config, "max_position_embeddings": HEAD_CONTEXT}, tensors)
+
+
 def write_draft(path: Path, seed: int = 1, noise: float = 0.1) -> Path:
     """A draft model of 2 layers, half as wide as the target."""
     return write_target(path, seed, noise, num_layers=2, hidden=HIDDEN // 2)
 
 
-def write_models(folder: Path) -> dict[str, Path]:
-    """The target, a head of each kind, and a draft model."""
-    target = write_target(folder / "target")
+def write_models(folder: Path, num_ranks: int = NUM_RANKS) -> dict[str, Path]:
+    """The target, with KV heads for so many ranks, a head of each kind, and a draft model."""
+    noise = 0.028 if num_ranks == 1 else 0.036
+    target = write_target(folder / "target", noise=noise, num_ranks=num_ranks)
     return {
         "target": target,
         EAGLE: write_eagle_head(folder / EAGLE),
         EAGLE3: write_eagle3_head(folder / EAGLE3, target),
         P_EAGLE: write_p_eagle_head(folder / P_EAGLE, target),
+        DFLASH: write_block_head(folder / DFLASH, target),
         STANDALONE: write_draft(folder / STANDALONE),
     }
 
@@ -166,4 +209,8 @@ def eagle_config_for(
         draft = load_draft_config(str(head), model, target)
         return DrafterConfig("standalone", StandaloneConfig(draft, replace(rounds, num_free=0)))
     config = load_head_config(str(head), architecture_of(kind), model, **options)
+    if kind == DFLASH:
+        assert config.mask is not None
+        block = replace(rounds, num_free=0, block_size=config.mask.block_size)
+        return DrafterConfig("dflash", EagleConfig(config, block))
     return DrafterConfig("eagle", EagleConfig(config, rounds))

@@ -9,23 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from draft_heads import BLOCK_SIZE
 from drafted_serving import Drafted, params_of, prompts
 from drafter_checks import DraftCounter, asking_requests, assert_same
 from eagle_models import CONTEXT, VOCAB, eagle_config_for
 from sglang.srt.messages.control import ContinueGenerationReq, MemoryOccupationReq
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import PriceTable
+from thread_ranks import NUM_RANKS, runners_of
 from utils import Setup, make_execution
 
 
 def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
     """Room for `num_steps` drafts per step, none of them free (`RoundOptions.num_free`)."""
-    values = {"context_len": CONTEXT, "max_decode_rows": 1 + 2 * num_steps, **changes}
+    most = 1 + num_steps + max(num_steps, BLOCK_SIZE)
+    values = {"context_len": CONTEXT, "max_decode_rows": most, **changes}
     return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
 
 
@@ -35,7 +39,10 @@ def tree_setup(shape: TreeShape, page_size: int = 1, **changes: Any) -> Setup:
     return setup_for(shape.depth, page_size, **{"max_decode_rows": slots, **changes})
 
 
-def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> RunnerGroup:
+def executions_for(
+    target: Path, drafter: DrafterConfig | None, setup: Setup
+) -> tuple[ExecutionConfig, ...]:
+    """Of the target and of the drafter's models."""
     needs = drafter_needs(drafter)
     assert needs.max_slots <= setup.max_decode_rows
     execution = make_execution(
@@ -47,7 +54,13 @@ def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> Runn
         capture=needs.capture,
         captures_trees=needs.has_trees,
     )
-    return make_runners(execution, *drafter_models(drafter, execution))
+    return execution, *drafter_models(drafter, execution)
+
+
+def group_for(
+    target: Path, drafter: DrafterConfig | None, setup: Setup, num_ranks: int = NUM_RANKS
+) -> RunnerGroup:
+    return runners_of(*executions_for(target, drafter, setup), num_ranks=num_ranks)
 
 
 class Served(Drafted):

@@ -75,7 +75,6 @@ REFUSED = (
     "--attention-backend ascend",
     "--speculative-algorithm MTP",
     "--speculative-algorithm UNO",
-    "--speculative-algorithm DFLASH",
     "--speculative-algorithm DSPARK",
     "--speculative-algorithm FROZEN_KV_MTP",
     "--speculative-algorithm PHOENIX",

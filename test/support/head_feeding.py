@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3, FILE, Oracle
+from block_heads import BlockOracle
+from draft_heads import DFLASH, EAGLE, EAGLE3, FILE, Oracle
 from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -63,7 +64,8 @@ def make_pair(
     group = make_runners(execution, replace(execution, model=head))
     weights = load_file(target / FILE)
     embedding = weights["model.embed_tokens.weight"]
-    return Pair(group, Oracle(folder, embedding, weights.get("lm_head.weight", embedding)))
+    oracle = BlockOracle if kind == DFLASH else Oracle
+    return Pair(group, oracle(folder, embedding, weights.get("lm_head.weight", embedding)))
 
 
 class Feeding:
@@ -94,20 +96,37 @@ class Feeding:
         """One step, compared with the oracle: rows to tokens and hidden inputs. Returns carried
         hidden states and logits of all rows, or of those that `reads` names."""
         pair, runner, expected = self.pair, self.pair.runner, []
-        table = runner.req_to_token_pool.req_to_token
+        batch = self.batch(chunks, reads)
+        for row, (tokens, _) in chunks.items():
+            results = pair.oracle.run(self.tokens[row], self.hidden[row])
+            expected.append([result[-len(tokens) :] for result in results])
+        hidden = runner.forward(batch).hidden.clone()
+        logits = runner.compute_logits(hidden).cpu()
+        hidden = hidden.cpu()
+        chosen = slice(None) if reads is None else reads
+        wanted_hidden, wanted_logits = (torch.cat(each)[chosen] for each in zip(*expected))
+        assert_close(hidden, wanted_hidden, self.tolerance)
+        if pair.model.hot_head is not None:
+            wanted_logits = wanted_logits[:, pair.model.hot_ids.cpu()]
+        assert_close(logits, wanted_logits, self.tolerance)
+        return hidden, logits
+
+    def batch(
+        self, chunks: dict[int, tuple[list[int], torch.Tensor]], reads: list[int] | None = None
+    ) -> ForwardBatch:
+        """The batch of a step, which is noted as fed."""
+        table = self.pair.runner.req_to_token_pool.req_to_token
         device = table.device
         positions, slots, kv_lens = [], [], []
         for row, (tokens, hidden) in chunks.items():
-            own = pair.oracle.combine(hidden) if hidden.shape[1] != HIDDEN_SIZE else hidden
+            own = self.pair.oracle.combine(hidden) if hidden.shape[1] != HIDDEN_SIZE else hidden
             start = len(self.tokens.setdefault(row, []))
             self.tokens[row] += tokens
             self.hidden[row] = torch.cat((self.hidden.get(row, own[:0]), own))
-            results = pair.oracle.run(self.tokens[row], self.hidden[row])
-            expected.append([result[start:] for result in results])
             positions.append(torch.arange(start, start + len(tokens)))
             slots.append(table[row, positions[-1]].long())
             kv_lens.append(start + len(tokens))
-        batch = ForwardBatch(
+        return ForwardBatch(
             input_ids=torch.tensor(
                 [token for tokens, _ in chunks.values() for token in tokens], device=device
             ),
@@ -121,16 +140,6 @@ class Feeding:
             read_index=None if reads is None else torch.tensor(reads, device=device),
             hidden=torch.cat([hidden for _, hidden in chunks.values()]).to(device),
         )
-        hidden = runner.forward(batch).hidden.clone()
-        logits = runner.compute_logits(hidden).cpu()
-        hidden = hidden.cpu()
-        chosen = slice(None) if reads is None else reads
-        wanted_hidden, wanted_logits = (torch.cat(each)[chosen] for each in zip(*expected))
-        assert_close(hidden, wanted_hidden, self.tolerance)
-        if pair.model.hot_head is not None:
-            wanted_logits = wanted_logits[:, pair.model.hot_ids.cpu()]
-        assert_close(logits, wanted_logits, self.tolerance)
-        return hidden, logits
 
 
 def assert_close(
@@ -153,3 +162,44 @@ def run_a_round(pair: Pair, kind: str, tolerance: float = TOLERANCE) -> None:
         steps = {row: ([tokens[row]], hidden[row : row + 1]) for row in range(3)}
         hidden, logits = feeding.feed(steps)
     feeding.feed({1: feeding.random(4, width)}, reads=[3])
+
+
+def run_blocks(pair: Pair, tolerance: float = TOLERANCE) -> None:
+    """Chunks of prompts side by side, blocks behind them, then rows of a target's step over those,
+    and blocks again, of fewer drafts."""
+    feeding, width, runner = Feeding(pair), pair.model.hidden_width, pair.runner
+    oracle, most = pair.oracle, (pair.model.block_size or 0) - 1
+    assert isinstance(oracle, BlockOracle)
+    runner.forward(feeding.batch({0: feeding.random(40, width), 1: feeding.random(5, width)}))
+    chunks = {1: feeding.random(17, width), 2: feeding.random(1, width)}
+    runner.forward(feeding.batch(chunks, reads=[16, 17]))
+    for rows, num_drafts in (([0, 1, 2], most), ([2, 0], most), ([1], 2), ([0, 1, 2], 1)):
+        certain, _ = feeding.random(len(rows), width)
+        first = _one_row_each(feeding, rows, certain)
+        drafts = runner.draft(first, num_drafts)
+        for index, (row, token) in enumerate(zip(rows, certain, strict=True)):
+            logits = oracle.draft(token, feeding.hidden[row])[:num_drafts]
+            ids = pair.model.target_ids()
+            columns = drafts.token_ids[index].cpu()
+            if ids is not None:
+                columns = (ids.cpu()[None] == columns[:, None]).nonzero()[:, 1]
+            right = logits.log_softmax(1).gather(1, columns[:, None])[:, 0]
+            assert_close(drafts.logprobs[index].cpu(), right, tolerance)
+            assert_close(right, logits.log_softmax(1).amax(1), tolerance)
+        runner.forward(feeding.batch({row: feeding.random(3, width) for row in rows}))
+
+
+def _one_row_each(feeding: Feeding, rows: list[int], tokens: list[int]) -> ForwardBatch:
+    """The certain token of each row, behind all that it was fed."""
+    table = feeding.pair.runner.req_to_token_pool.req_to_token
+    device, lens = table.device, [len(feeding.tokens[row]) for row in rows]
+    positions, row_ids = torch.tensor(lens, device=device), torch.tensor(rows, device=device)
+    return ForwardBatch(
+        input_ids=torch.tensor(tokens, device=device),
+        positions=positions,
+        slots=table[row_ids, positions].long(),
+        rows=row_ids,
+        q_lens=[1] * len(rows),
+        kv_lens=positions + 1,
+        kv_len_upper_bounds=[count + 1 for count in lens],
+    )

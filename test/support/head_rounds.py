@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from block_heads import write_block_head
 from draft_heads import (
+    DFLASH,
     EAGLE,
     EAGLE3,
     P_EAGLE,
@@ -40,6 +42,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
     EAGLE: write_eagle,
     EAGLE3: write_eagle3,
     P_EAGLE: write_p_eagle,
+    DFLASH: write_block_head,
 }
 
 
@@ -137,7 +140,9 @@ class Rounds:
         self, rows: list[int], before: list[int], hidden: torch.Tensor, num_steps: int
     ) -> tuple[ForwardBatch, Drafts]:
         """Draft steps of all; those of one request are compared up to a near-tie."""
-        first = replace(self._batch(rows, before, [1] * len(rows)), hidden=hidden)
+        first = self._batch(rows, before, [1] * len(rows))
+        is_block = self.graphs.model.draft_hidden_width == 0
+        first = first if is_block else replace(first, hidden=hidden)
         found = Drafts(*(values.clone() for values in self.graphs.draft(first, num_steps)))
         right = self.eager.draft(first, num_steps)
         assert found.token_ids.shape == found.logprobs.shape == (len(rows), num_steps)
@@ -148,10 +153,11 @@ class Rounds:
         is_same = found.token_ids == right.token_ids
         # A step is fed the same where all tokens before it were.
         is_fed = torch.cat((torch.ones_like(is_same[:, :1]), is_same[:, :-1]), 1).cumprod(1) > 0
+        is_fed |= is_block
         gaps = (found.logprobs - right.logprobs).abs()
         bound = self.tolerance * right.logprobs.abs().clamp(min=1)
         assert (gaps <= bound)[is_fed].all(), gaps
-        self._compare_kv(found.slots.T[is_fed])
+        self._compare_kv(found.slots.flatten() if is_block else found.slots.T[is_fed])
         self.seen["drafts"] += int((is_fed & is_same).sum())
         self.seen["near-ties"] += int((is_fed & ~is_same).sum())
         return first, found

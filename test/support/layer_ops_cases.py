@@ -131,6 +131,7 @@ CASES: dict[str, Case] = {
     "activation of an odd size": activation_case(2, 1100),
     "rotation, GQA 4:2": rotation_case(7, 4, 2, 128),
     "rotation, GQA 3:1": rotation_case(5, 3, 1, 64),
+    "rotation, keys alone": rotation_case(5, 0, 2, 64),
     "rotation, a head each": rotation_case(3, 2, 2, 64),
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
     "rotation, heads of 80": rotation_case(4, 4, 2, 80),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
@@ -66,14 +66,20 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 class _Recording(TorchDispatchMode):
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
-        self._graph = graph
+        self.graph = graph
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._graph.record(func, args, kwargs or {}, result)
+        self.graph.record(func, args, kwargs or {}, result)
         return result
+
+
+def graph_being_recorded() -> RecordedGraph | None:
+    """The graph that this thread records now, for work that torch does not see; None: none."""
+    mode = _get_current_dispatch_mode()
+    return mode.graph if isinstance(mode, _Recording) else None
 
 
 @contextmanager

@@ -151,10 +151,12 @@ class RunningServer:
         """Process ids of the children, by role."""
         import psutil
 
-        found = {}
-        for child in psutil.Process(self.process.pid).children():
+        found: dict[str, int] = {}
+        for child in sorted(psutil.Process(self.process.pid).children(), key=lambda each: each.pid):
             module = child.cmdline()[-1]
             found |= {role: child.pid for role in ROLES if f".{role}_process" in module}
+            if ".rank_process" in module:
+                found[f"rank {1 + sum(role.startswith('rank') for role in found)}"] = child.pid
         return found
 
 

@@ -79,27 +79,36 @@ class Checkpoints:
     """Three checkpoints of one shape; a round begins with the first.
 
     Args:
-        make_weights: of a seed, by the names of a checkpoint.
+        make_weights: of a seed and a config, by the names of a checkpoint.
     """
 
     def __init__(
-        self, directory: Path, config: dict[str, Any], make_weights: Callable[[int], Weights]
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        make_weights: Callable[[int, dict[str, Any]], Weights],
     ) -> None:
         self.weights: dict[Path, Weights] = {}
         for seed in range(3):
             path = directory / str(seed)
-            self.weights[path] = make_weights(seed)
+            self.weights[path] = make_weights(seed, config)
             write_checkpoint(path, config, self.weights[path])
         self.path, weights = next(iter(self.weights.items()))
         self.dense = DenseModel(config, weights)
 
 
 class TinyModels(Checkpoints):
-    """Those of rounds without a head, and in `drafted` those of rounds with one."""
+    """Those of rounds without a head, and in `drafted` those of rounds with one.
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, TINY, tiny_weights)
-        self.drafted = DraftedModels(directory / "drafted")
+    Args:
+        num_ranks: that are to hold each together.
+    """
+
+    def __init__(self, directory: Path, num_ranks: int = 1) -> None:
+        kv_heads = {"num_key_value_heads": num_ranks}
+        super().__init__(directory, {**TINY, **kv_heads}, tiny_weights)
+        self.drafted = DraftedModels(directory / "drafted", {**DRAFTED, **kv_heads})
+        self.num_ranks = num_ranks
 
 
 TREES = {  # by depth
@@ -114,8 +123,8 @@ class DraftedModels(Checkpoints):
     """Targets as `eagle_models` has them, whose heads and draft model often foresee them and often
     do not."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, DRAFTED, drafted_weights)
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        super().__init__(directory, config, drafted_weights)
         layers = {"eagle_config": {LAYER_IDS: [0, 1, 2]}}
         self._heads = {
             EAGLE: write_eagle_head(directory / EAGLE, sizes=HEAD),

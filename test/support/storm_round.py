@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.processes.resources import make_resources
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import check_kv, make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -39,6 +38,7 @@ from storm_parts import (
     TinyModels,
 )
 from storm_requests import RequestMaker
+from thread_ranks import AtWork, EqualSteps, RunnersOfRanks, put_to_work, runners_of
 from token_table_check import TokenTableCheck
 from utils import (
     MTP_MAX_K,
@@ -47,8 +47,8 @@ from utils import (
     RandomBudget,
     SchedulerHarness,
     Setup,
+    make_execution,
     make_mtp_worker,
-    make_runner,
 )
 
 MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
     max_k: int
     setup: Setup
     group: RunnerGroup
-    worker: TpModelWorker
+    at_work: AtWork
 
 
 def has_head(seed: int) -> bool:
@@ -87,18 +87,21 @@ class Round(SchedulerHarness):
     def __init__(self, seed: int, models: TinyModels, swaps_heads: bool = False) -> None:
         self.random = random.Random(seed)
         self._heads: list[bytes] = []
+        self._equal: EqualSteps | None = None
         self._swaps = random.Random(f"swaps {seed}") if swaps_heads else None
         self._audits: list[ReleaseReport] = []
         choose = self.random.choice
         self.confirmed: Counter[str] = Counter()
         checkpoints: Checkpoints = models.drafted if has_head(seed) else models
+        self._num_ranks = models.num_ranks
         if has_head(seed):
-            max_k, setup, group, worker = self._with_head(models.drafted)
+            max_k, setup, group, at_work = self._with_head(models.drafted)
         else:
-            max_k, setup, group, worker = self._without_head(models)
+            max_k, setup, group, at_work = self._without_head(models)
+        self._group, worker = group, at_work.first
         setup.num_pages = group.memory.num_pages
         max_rows = setup.max_decode_rows
-        check = TokenTableCheck(worker, all_confirm=has_head(seed))
+        check = TokenTableCheck(worker, has_head(seed), at_work.steps)
         self._executor = LaterExecutor()
         self.grammars = CountedGrammars(VOCAB_SIZE)
         with mock.patch.object(weight_control, "ThreadPoolExecutor", return_value=self._executor):
@@ -108,7 +111,7 @@ class Round(SchedulerHarness):
                 debug=SchedulerDebug(
                     on_step_read=check.on_step_read, release_audit=self._audits.append
                 ),
-                resources=make_resources(group),
+                resources=at_work.resources,
                 make_stop_finder=_make_stop_finder,
                 grammars=self.grammars,  # type: ignore[arg-type]
             )
@@ -138,33 +141,42 @@ class Round(SchedulerHarness):
         max_k = choose([1, *[MTP_MAX_K] * 5])
         max_rows = 1 if max_k == 1 else MTP_MAX_ROWS
         setup = self._draw_setup(max_rows)
-        runner = make_runner(models.path, setup, setup.context_len, max_rows)
-        if max_k == 1:
-            worker = TpModelWorker(
-                runner, RequestRows(runner.req_to_token_pool, 1, VOCAB_SIZE), (MASK,)
-            )
-        else:
+        policy, options = None, dict[str, bool]()
+        if max_k > 1:
             policy = choose([None, RandomLengths(self.random)])
-            rows = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
-            worker = make_mtp_worker(runner, MASK, policy, **rows)
-        group = RunnerGroup([runner])
-        check_kv(group, worker._state)
-        return Parts(max_k, setup, group, worker)
+            options = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
+
+        def make(group: RunnerGroup) -> TpModelWorker:
+            runner = group.target
+            if max_k == 1:
+                rows = RequestRows(runner.req_to_token_pool, 1, VOCAB_SIZE)
+                worker = TpModelWorker(runner, rows, (MASK,))
+            else:
+                worker = make_mtp_worker(runner, MASK, policy, **options)
+            check_kv(group, worker._state)
+            return worker
+
+        execution = make_execution(models.path, setup, setup.context_len, max_rows)
+        group = runners_of(execution, num_ranks=self._num_ranks)
+        return Parts(max_k, setup, group, put_to_work(group, make))
 
     def _with_head(self, models: DraftedModels) -> Parts:
         """Every request's drafts are those of a head; nobody looks ahead by masks."""
         drafter = models.drafter(self.random)
         self._heads = models.heads_for(drafter)
         setup = self._draw_setup(drafter_needs(drafter).max_slots)
-        group, setup = make_drafter_runners(models.path, setup, drafter)
+        group, setup = make_drafter_runners(models.path, setup, drafter, self._num_ranks)
         counter = DraftCounter()
         self.confirmed = counter.seen
-        worker = make_worker(group, drafter, on_step=counter, checks_kv=True)
-        assert isinstance(worker, TpModelWorker)
-        planner: Any = worker._planner
+        equal = self._equal = EqualSteps(counter, self._num_ranks > 1)
+        at_work = put_to_work(
+            group, lambda group: make_worker(group, drafter, on_step=equal, checks_kv=True)
+        )
+        equal.first = at_work.first._state
+        planner: Any = at_work.first._planner
         if isinstance(planner.policy, JumpingTier):
             planner.policy.may_lack = True  # as requests may ask for
-        return Parts(1, setup, group, worker)
+        return Parts(1, setup, group, at_work)
 
     def _draw_setup(self, max_rows: int) -> Setup:
         choose = self.random.choice
@@ -329,6 +341,10 @@ class Round(SchedulerHarness):
         require(ledger.num_used_rows == 0, "a row was not given back")
         self._send(flush := self._control.flush_now())
         self._run_until_asleep()
+        if isinstance(self._group, RunnersOfRanks):
+            self._group.ranks.settle()
+        if self._equal is not None:
+            self._equal.check()
         require(flush.reply is not None and flush.reply.success, f"no flush at the end: {flush}")
         require(ledger.num_free_tokens == ledger.num_pool_tokens, "the pool is not full again")
         closed = [session.num_closed for session in self.grammars.sessions]

@@ -55,7 +55,7 @@ class RandomBudgets:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed, self._generators = seed, dict[int, torch.Generator]()
         self.outcomes = Counter[tuple[int, int]]()  # drafts that requests had, and how many right
 
     def num_verified(self, num_drafts: Sequence[int]) -> int:
@@ -66,7 +66,10 @@ class RandomBudgets:
         """What the device divides rows by has nothing to do with the drafts; often it is 0 or 1."""
         confidence = step.state.confidence
         assert confidence is not None
-        values = torch.rand(confidence.drafts.shape, generator=self._generator)
+        generator = self._generators.setdefault(
+            id(step.state), torch.Generator().manual_seed(self._seed)
+        )
+        values = torch.rand(confidence.drafts.shape, generator=generator)
         confidence.drafts.copy_((2 * values - 0.5).clamp(0, 1))
 
     @contextmanager

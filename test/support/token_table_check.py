@@ -17,7 +17,7 @@ from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup
 
@@ -89,13 +89,16 @@ class TokenTableCheck:
 
     Args:
         all_confirm: every request emits only what is confirmed, not those with `mtp_verify` alone.
+        steps: steps all ranks, of which `worker` is the first one's; None: there is one.
     """
 
-    def __init__(self, worker: TpModelWorker, all_confirm: bool = False) -> None:
+    def __init__(
+        self, worker: TpModelWorker, all_confirm: bool = False, steps: Worker | None = None
+    ) -> None:
         self._all_confirm = all_confirm
         self.lifecycle: RequestLifecycle | None = None
         self.seen: Counter[str] = Counter()
-        self._worker = worker
+        self._worker = steps or worker
         self._state: RequestRows = worker._state
         self._unread: deque[_Rows] = deque()
         self._last = self._look([], [])
@@ -209,11 +212,15 @@ def _parents(trees: _Trees | None, row: int, num_pending: int) -> list[int]:
 
 
 def checked_harness(
-    setup: Setup, worker: TpModelWorker, all_confirm: bool = False, **more: Any
+    setup: Setup,
+    worker: TpModelWorker,
+    all_confirm: bool = False,
+    steps: Worker | None = None,
+    **more: Any,
 ) -> tuple[SchedulerHarness, TokenTableCheck]:
-    """A scheduler whose worker's token table is checked after every step; `all_confirm` as for
-    `TokenTableCheck`, `more` as for `SchedulerHarness`."""
-    check = TokenTableCheck(worker, all_confirm)
+    """A scheduler whose worker's token table is checked after every step; `all_confirm` and `steps`
+    as for `TokenTableCheck`, `more` as for `SchedulerHarness`."""
+    check = TokenTableCheck(worker, all_confirm, steps)
     debug = SchedulerDebug(on_step_read=check.on_step_read)
     harness = SchedulerHarness(setup, check, debug=debug, **more)
     check.lifecycle = harness.scheduler.lifecycle

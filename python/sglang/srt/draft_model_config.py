@@ -37,7 +37,7 @@ def load_draft_config(
     if mark:
         raise ModelPathError(
             f"{folder / 'config.json'} cannot be used: {mark} says that this is a head, no model;"
-            " use --speculative-algorithm EAGLE, EAGLE3 or NEXTN."
+            " use --speculative-algorithm EAGLE, EAGLE3, NEXTN or DFLASH."
         )
     config = load_model_config(path, flag)
     if config.vocab_size != target.vocab_size:

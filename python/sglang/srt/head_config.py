@@ -1,4 +1,5 @@
-"""Reads the folder of a draft head: EAGLE, EAGLE-3 or NEXTN, layers over a target; no torch."""
+"""Reads the folder of a draft head: EAGLE, EAGLE-3, NEXTN or DFlash, layers over a target; no
+torch."""
 
 from __future__ import annotations
 
@@ -10,28 +11,27 @@ from typing import Any
 
 from sglang.srt.head_layouts import (
     ARCHITECTURES,
+    DFLASH,
     EAGLE,
     EAGLE3,
-    INNER,
     LAYER_IDS,
-    MASK_DEPTHS,
     MASK_HIDDEN,
-    MASK_TOKENS,
     MISSING,
     NATIVE,
     NATIVE_NAMES,
     NEXTN,
-    OPTIONS,
+    OBJECTS,
     SPECULATORS,
     SPECULATORS_TYPES,
-    USED_ENTRIES,
     Layout,
     architecture_of,
     layout_of,
     names_of,
     renamed,
+    used_entries,
 )
-from sglang.srt.head_taps import Taps, read_taps
+from sglang.srt.head_masks import MaskInput, read_mask_input
+from sglang.srt.head_taps import IDS, Taps, read_taps
 from sglang.srt.head_tensors import read_shapes, vocabulary_problem
 from sglang.srt.model_config import (
     ModelConfig,
@@ -47,38 +47,22 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 SELF = "layers.0.self_attn."
 OF_EAGLE3 = ("fc_norm", "norm_before_fc", "norm_before_residual", "carries_normed")
-FLAGS = {EAGLE: "EAGLE", EAGLE3: "EAGLE3", NEXTN: "NEXTN"}  # values of --speculative-algorithm
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskInput:
-    """Describes what a head of P-EAGLE is fed in place of a token and hidden states that are not
-    known (arXiv 2602.01469).
-
-    Attributes:
-        token_id: in place of the token.
-        num_dims: of the tensor `mask_hidden`, which is in place of the taps: [1, width], or
-            [1, 1, width].
-        depths: how many drafts it was trained for, in words of its config.json; empty if that does
-            not say it.
-    """
-
-    token_id: int
-    num_dims: int
-    depths: str = ""
+# Values of --speculative-algorithm.
+FLAGS = {EAGLE: "EAGLE", EAGLE3: "EAGLE3", NEXTN: "NEXTN", DFLASH: "DFLASH"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHeadConfig(ModelConfig):
     """Describes a head, however its folder is laid out: the shape of its layers, and the rest.
 
-    `architecture` is EAGLE, EAGLE3 or NEXTN. `num_layers` follows from the tensors, if there are.
+    `architecture` is EAGLE, EAGLE3, NEXTN or DFLASH. `num_layers` follows from the tensors, if
+    there are.
 
     Attributes:
         layout: the form of its config.json.
         target: folder of the model that it drafts for.
         target_hidden_size: of that model's hidden states.
-        taps: of an EAGLE-3 head, which of them it reads; others read the last, normalized ones.
+        taps: of EAGLE-3 and DFlash, which of them it reads; others read the last, normalized ones.
         names: beginnings of tensors' names in its files, each with the head's.
         only: see `CheckpointNames`; empty for a head with files of its own.
         draft_vocab_size: tokens of its own; None if they are the target's.
@@ -141,7 +125,7 @@ def load_head_config(
     """Reads the config.json of a head, and the names and shapes of its tensors, if they are there.
 
     Args:
-        architecture: EAGLE, EAGLE3 or NEXTN; published folders may not say which they are.
+        architecture: EAGLE, EAGLE3, NEXTN or DFLASH; published folders may not say which they are.
         target: the model that it drafts for.
         token_map: file of the only target ids that it drafts, see `read_token_map`.
         flag: what named the path.
@@ -163,8 +147,9 @@ def load_head_config(
     stored = {renamed(name, names): name for name in shapes if not only or name.startswith(only)}
     facts = _facts(config, layout, frozenset(stored))
     taps = None
-    if architecture == EAGLE3:
+    if architecture in IDS:
         taps = read_taps(config, entries, target.num_layers)
+    if taps is not None and architecture == EAGLE3:
         _check_taps(config, taps)
     hot_token_ids: tuple[int, ...] = ()
     if token_map is not None:
@@ -178,10 +163,10 @@ def load_head_config(
         layout=layout,
         target=target.path,
         taps=taps,
-        mask=_mask_input(config, shapes.get(stored.get(MASK_HIDDEN, ""), (1, 1)), layout),
+        mask=read_mask_input(config, shapes.get(stored.get(MASK_HIDDEN, ""), (1, 1)), layout),
         names=names,
         only=only,
-        unused=() if only else _unused(entries),
+        unused=() if only else _unused(entries, architecture),
         hot_token_ids=hot_token_ids,
     )
     check_fits(head, target.vocab_size, target.hidden_size)
@@ -280,7 +265,7 @@ def _flat(folder: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all entries in one object: inner ones count, where they are not null. Ids of layers
     stay where they are, since their place says what they mean."""
     flat = dict(entries)
-    for name in (INNER, OPTIONS):
+    for name in OBJECTS:
         inner = entries.get(name) or {}
         if not isinstance(inner, dict):
             raise ModelPathError(
@@ -292,14 +277,14 @@ def _flat(folder: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _unused(entries: Mapping[str, Any]) -> tuple[str, ...]:
+def _unused(entries: Mapping[str, Any], kind: str) -> tuple[str, ...]:
     """Names entries that nothing reads, inner ones with their object."""
-    found = []
+    found, used = [], used_entries(kind)
     for name, value in entries.items():
-        if name in (INNER, OPTIONS):
+        if name in OBJECTS:
             inner = value if isinstance(value, dict) else {}
-            found += [f"{name}.{key}" for key in inner if key not in USED_ENTRIES]
-        elif name not in USED_ENTRIES:
+            found += [f"{name}.{key}" for key in inner if key not in used]
+        elif name not in used:
             found.append(name)
     return tuple(sorted(found))
 
@@ -362,7 +347,9 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
         "carries_normed": config.flag("norm_output"),
     }
     if not is_eagle3:
-        wrong = [name for name in OF_EAGLE3 if facts[name]] + ["target_hidden_size"] * is_other
+        is_block = config.architecture == DFLASH
+        wrong = [name for name in OF_EAGLE3 if facts[name]]
+        wrong += ["target_hidden_size"] * (is_other and not is_block)
         if wrong:
             raise config.refusal(f"{wrong[0]} is of heads of EAGLE-3; is this one?")
     if facts["fc_norm"] and facts["norm_before_fc"]:
@@ -380,43 +367,15 @@ def _facts(config: ModelConfig, layout: Layout, names: frozenset[str]) -> dict[s
     return facts
 
 
-def _mask_input(config: ModelConfig, shape: tuple[int, ...], layout: Layout) -> MaskInput | None:
-    """Reads what a head of P-EAGLE is fed in place of what is not known; None for other heads.
-
-    Args:
-        shape: of `mask_hidden`.
-
-    Raises:
-        ModelPathError: if the entries name no token, or several.
-    """
-    if not layout.has_masks:
-        return None
-    ids = {name: config.integer(name, None, minimum=0) for name in MASK_TOKENS}
-    found = {value for value in ids.values() if value is not None}
-    if len(found) != 1:
-        raise config.refusal(
-            f"a head of P-EAGLE is fed a mask token, and {', '.join(MASK_TOKENS)} name"
-            f" {sorted(found) or 'none'}; write the one that it was trained with"
-        )
-    [token_id] = found
-    if token_id >= config.vocab_size:
-        raise config.refusal(
-            f"the mask token is {token_id}, but vocab_size is {config.vocab_size}; write the one"
-            " that it was trained with"
-        )
-    depths = {name: config.integer(name, None, minimum=1) for name in MASK_DEPTHS}
-    words = " and ".join(f"{name} {count}" for name, count in depths.items() if count)
-    return MaskInput(token_id=token_id, num_dims=len(shape), depths=words)
-
-
 def _num_layers(config: ModelConfig, layout: Layout, names: frozenset[str]) -> int:
-    """Counts layers by the tensors. Without them only speculators' entry says how many there are:
-    in others it may be the target's."""
+    """Counts layers by the tensors. Without them only the entry of speculators and DFlash says how
+    many there are: in others it may be the target's."""
     is_nextn = config.architecture == NEXTN
     if not names:
         if is_nextn:
             return 1
-        return config.num_layers if layout.maker == "speculators" else 1
+        is_own = layout.maker == "speculators" or layout.kind == DFLASH
+        return config.num_layers if is_own else 1
     if "fc.weight" not in names:
         raise config.refusal(
             "the files lack 'fc.weight', so this is no head; a draft model takes"

@@ -9,12 +9,18 @@ from typing import Any
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
 NEXTN = "LlamaForCausalLMNextN"  # a layer of the model itself for multi-token prediction
+DFLASH = "DFlashDraftModel"  # drafts a block of tokens in one pass
 MASK_HIDDEN = "mask_hidden"
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of one entry
 MASK_DEPTHS = ("num_depths", "para_num")  # how many tokens a head of P-EAGLE was trained to draft
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Objects of config.json whose entries belong to the head as those at its top do.
 SPECULATORS, INNER, OPTIONS = "speculators_model_type", "transformer_layer_config", "eagle_config"
+BLOCK_OPTIONS = "dflash_config"
+OBJECTS = (INNER, OPTIONS, BLOCK_OPTIONS)
+# Ids of layers of DFlash: in BLOCK_OPTIONS, and at the top.
+BLOCK_OUTPUTS, BLOCK_INPUTS = "target_layer_ids", "aux_hidden_state_layer_ids"
+NUM_LAYERS = "num_target_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +29,12 @@ class Layout:
 
     Attributes:
         maker: who writes it, for people.
-        kind: EAGLE, EAGLE3 or NEXTN; None: --speculative-algorithm says which.
+        kind: EAGLE, EAGLE3, NEXTN or DFLASH; None: --speculative-algorithm says which.
         problem: says why no drafter here takes it; empty if one does.
         qkv_bias: the projections to queries, keys and values have biases, whatever entries say.
         hidden_first: the projection of NEXTN reads the hidden state before the embedding.
-        has_masks: drafts all tokens but the first in one pass, from mask tokens (P-EAGLE).
+        has_masks: drafts all tokens but the first in one pass, from mask tokens (P-EAGLE), or a
+            block of them (DFlash).
     """
 
     maker: str
@@ -43,7 +50,8 @@ def _without_drafter(maker: str, drafts: str) -> Layout:
 
 
 P_EAGLE = Layout("P-EAGLE", EAGLE3, has_masks=True)
-DFLASH = _without_drafter("DFlash", "drafts a block of tokens in one pass from mask states")
+Z_LAB = Layout("z-lab", DFLASH, has_masks=True)
+DFLASH2 = _without_drafter("DFlash2", "adds convolutions to DFlash and selects among candidates")
 DSPARK = _without_drafter("DSpark", "drafts a block and corrects it by a Markov head")
 NATIVE = Layout("NEXTN", NEXTN)
 
@@ -56,25 +64,27 @@ ARCHITECTURES = {
     EAGLE3: Layout("SpecForge", EAGLE3),
     NEXTN: NATIVE,
     "Eagle3LlamaForCausalLM": Layout("vLLM", EAGLE3),
-    "DFlashDraftModel": DFLASH,
+    DFLASH: Z_LAB,
     "Qwen3DSparkModel": DSPARK,
 }
 NAMED_LIKE_MODELS = [ARCHITECTURES[name] for name in ("LlamaForCausalLM", "Qwen2ForCausalLM")]
-HEAD_ENTRIES = (SPECULATORS, "draft_vocab_size", "dflash_config")  # which no model has
+HEAD_ENTRIES = (SPECULATORS, "draft_vocab_size", BLOCK_OPTIONS)  # which no model has
 # By `speculators_model_type`.
 SPECULATORS_TYPES = {
     "eagle3": Layout("speculators", EAGLE3),
     "peagle": Layout("speculators", EAGLE3, has_masks=True),
-    "dflash": DFLASH,
-    "dflash2": DFLASH,
+    "dflash": Layout("speculators", DFLASH, has_masks=True),
+    "dflash2": DFLASH2,
     "dspark": DSPARK,
     "mtp": Layout("speculators", NEXTN),
 }
+# Parts of names of tensors that no other head has.
+PARTS = {"markov_head.": DSPARK, "candidate_selector.": DFLASH2, "attention_conv": DFLASH2}
 # Entries and tensors that say more than a class does; the first one that is there counts.
 MARKS = {
     "dspark_target_layer_ids": DSPARK,
-    "markov_head.markov_w1.weight": DSPARK,
-    "dflash_config": DFLASH,
+    BLOCK_OPTIONS: Z_LAB,
+    "block_size": Z_LAB,
     **dict.fromkeys((*MASK_TOKENS, MASK_HIDDEN), P_EAGLE),
     "mtp.fc.weight": Layout("Qwen3-Next", NEXTN),
     "model.mtp_layers.0.input_proj.weight": Layout("MiMo", NEXTN, hidden_first=True),
@@ -83,6 +93,7 @@ MTP_NAMES = ("MTP", "NextN")  # in names of classes
 # Beginnings of a tensor's name, each with what the head calls it; by kind, one after the other.
 RENAMED = {
     EAGLE: (("model.", ""),),
+    DFLASH: (("model.", ""),),
     EAGLE3: (
         ("model.", ""),
         ("midlayer.", "layers.0."),
@@ -126,6 +137,7 @@ USED_ENTRIES = frozenset(
     f" rms_norm_eps rope_parameters rope_scaling rope_theta {SPECULATORS} target_hidden_size"
     " use_aux_hidden_state use_aux_norm use_sliding_window vocab_size".split()
 ).union(MASK_TOKENS, MASK_DEPTHS)
+USED_OF_BLOCKS = {BLOCK_INPUTS, BLOCK_OUTPUTS, "block_size", NUM_LAYERS, "sample_from_anchor"}
 
 
 def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout | None:
@@ -137,6 +149,9 @@ def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout 
     """
     if entries.get(SPECULATORS) is not None:
         return SPECULATORS_TYPES.get(str(entries[SPECULATORS]))
+    for part, layout in PARTS.items():
+        if any(part in name for name in tensors):
+            return layout
     for name, layout in MARKS.items():
         if entries.get(name) is not None or name in tensors:
             return layout
@@ -144,6 +159,11 @@ def layout_of(entries: Mapping[str, Any], tensors: Mapping[str, Any]) -> Layout 
         return Layout("DeepSeek", NEXTN)
     name = architecture_of(entries)
     return NATIVE if any(mark in name for mark in MTP_NAMES) else ARCHITECTURES.get(name)
+
+
+def used_entries(kind: str) -> frozenset[str]:
+    """Returns the entries that are read of a head of this kind."""
+    return USED_ENTRIES | USED_OF_BLOCKS if kind == DFLASH else USED_ENTRIES
 
 
 def numbered_on(names: Iterable[str]) -> tuple[int, ...]:

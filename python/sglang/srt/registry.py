@@ -127,6 +127,7 @@ DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 DRAFTERS = Registry(
     "drafter",
     {
+        "dflash": "sglang.srt.speculative.dflash_worker:DFlashDrafter",
         "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
         "mtp": "sglang.srt.speculative.mask_drafter:MaskDrafter",
         "ngram": "sglang.srt.speculative.ngram_worker:NgramDrafter",
@@ -186,6 +187,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 HEADS = Registry(
     "head over a target model",
     {
+        "DFlashDraftModel": "sglang.srt.models.dflash:DFlashDraftModel",
         "LlamaForCausalLMEagle": "sglang.srt.models.llama_eagle:LlamaForCausalLMEagle",
         "LlamaForCausalLMEagle3": "sglang.srt.models.llama_eagle3:LlamaForCausalLMEagle3",
         "LlamaForCausalLMNextN": "sglang.srt.models.llama_nextn:LlamaForCausalLMNextN",

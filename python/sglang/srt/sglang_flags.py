@@ -237,10 +237,15 @@ _NO_EFFECT = (
         "speculative_use_rejection_sampling speculative_use_block_verification",
     ),
     Entry(
-        "only DFLASH and DSPARK read it, which are not here",
-        "speculative_dflash_block_size speculative_domino_candidate_pool_size"
-        " speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_block_size"
-        " speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path",
+        "a block has the rows that its head was trained with, by config.json;"
+        " --speculative-num-draft-tokens says how many are verified",
+        "speculative_dflash_block_size",
+    ),
+    Entry(
+        "only DSPARK and variants of DFLASH read it, which are not here",
+        "speculative_domino_candidate_pool_size speculative_dspark_block_size"
+        " speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_sps_table_path"
+        " speculative_dspark_confidence_sts_path",
     ),
     Entry(
         "the draft model is read from safetensors",
@@ -333,9 +338,9 @@ _REFUSED = (
         ("MTP", "FROZEN_KV_MTP"),
     ),
     Entry(
-        f"no drafter here drafts blocks from mask states; {_DRAFTERS}",
+        f"no drafter here corrects blocks by a Markov head; {_DRAFTERS}",
         "speculative_algorithm",
-        ("DFLASH", "DSPARK"),
+        ("DSPARK",),
     ),
     Entry(_DRAFTERS, "speculative_algorithm", ("PHOENIX", "UNO")),
     Entry(

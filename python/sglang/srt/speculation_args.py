@@ -13,10 +13,10 @@ class SpeculationArgs:
 
     speculative_algorithm: str | None = flag(
         None,
-        "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), the model's"
-        " own layer for it (`NEXTN`), a smaller model (`STANDALONE`) or earlier text (`NGRAM`). A"
-        " head or a model and NGRAM, such as `EAGLE3,NGRAM`: for each request the likelier drafts."
-        " Default: none.",
+        "What drafts, instead of multi-token prediction: a head (`EAGLE`, `EAGLE3` or `DFLASH`),"
+        " the model's own layer for it (`NEXTN`), a smaller model (`STANDALONE`) or earlier text"
+        " (`NGRAM`). A head or a model and NGRAM, such as `EAGLE3,NGRAM`: for each request the"
+        " likelier drafts. Default: none.",
         section="Speculative decoding",
     )
     speculative_draft_model_path: str | None = flag(
@@ -29,7 +29,9 @@ class SpeculationArgs:
         None, "Branch, tag or commit of a --speculative-draft-model-path on the hub; default: main."
     )
     speculative_num_steps: int | None = flag(
-        None, "Tokens drafted one behind the other per step of the model; default: 3, of trees 5."
+        None,
+        "Tokens drafted one behind the other per step of the model; default: 3, of trees 5, of"
+        " DFLASH all of a block.",
     )
     speculative_eagle_topk: int | None = flag(
         None, "Drafts that follow each draft; 1, the default, drafts chains, more trees."

@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from draft_heads import EAGLE, EAGLE3, FILE
+from draft_heads import DFLASH, EAGLE, EAGLE3, FILE
 from drafted_serving import params_of, prompts
 from eagle_models import (
     EMBEDDING,
     OUTPUT_HEAD,
     STANDALONE,
+    write_block_head,
     write_draft,
     write_eagle3_head,
     write_eagle_head,
@@ -44,7 +45,7 @@ from sglang.srt.messages.control import (
 from sglang.srt.weight_sync.weight_group import TensorSpec
 
 torch.set_num_threads(1)
-KINDS = (EAGLE, EAGLE3, STANDALONE)
+KINDS = (EAGLE, EAGLE3, DFLASH, STANDALONE)
 EACH = pytest.mark.parametrize("kind", KINDS)
 NUM_SWAPS = 30  # under load, of each kind
 WORSE = 3.0  # noise of a head that guesses badly
@@ -52,6 +53,7 @@ WORSE = 3.0  # noise of a head that guesses badly
 A_WEIGHT = {
     EAGLE: "fc.weight",
     EAGLE3: "midlayer.mlp.down_proj.weight",
+    DFLASH: "layers.1.mlp.down_proj.weight",
     STANDALONE: "model.layers.0.mlp.down_proj.weight",
 }
 
@@ -64,6 +66,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found | {
         f"other {EAGLE}": write_eagle_head(folder / "other1", 5, WORSE),
         f"other {EAGLE3}": write_eagle3_head(folder / "other3", found["target"], 5, WORSE),
+        f"other {DFLASH}": write_block_head(folder / "other block", found["target"], 5, WORSE),
         f"other {STANDALONE}": write_draft(folder / "other draft", 5, WORSE),
         "other d2t": write_eagle3_head(folder / "other d2t", found["target"], 6, foreign=(0, 9)),
         "other target": write_target(folder / "other target", seed=4),

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from sglang.srt.entrypoints.children import child_environ
+from sglang.srt.entrypoints.children import child_environ, places_of
+from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_checks import num_threads_of
-from sglang.srt.processes.rank_flags import check_ranks
+from sglang.srt.processes.rank_flags import check_devices, check_ranks
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.shard import Shard
 
@@ -24,25 +25,49 @@ def args(**flags: object) -> ServerArgs:
 
 def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as error:
-        check_ranks(args(tp_size=3), MODEL, ["cpu"])
+        check_ranks(args(tp_size=3), MODEL)
     assert str(error.value) == (
         "--tp-size 3 does not divide the model's num_attention_heads 4 and num_key_value_heads 2;"
         " each rank gets the same number. Ranks may be 1, 2."
     )
     odd = replace(MODEL, intermediate_size=767)
     with pytest.raises(ConfigError, match=r"intermediate_size 767; .* Ranks may be 1\.$"):
-        check_ranks(args(), odd, ["cpu"])
-    check_ranks(args(), MODEL, ["cpu", "cuda"])
-    check_ranks(args(tp_size=1), odd, ["cuda"])
+        check_ranks(args(), odd)
+    check_ranks(args(), MODEL)
+    check_ranks(args(tp_size=1), odd)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
-def test_what_is_not_built_for_ranks_is_refused_by_name(algorithm: str) -> None:
-    flags = args(speculative_algorithm=algorithm, speculative_draft_model_path="demo-draft")
-    with pytest.raises(ConfigError, match=f"algorithm {algorithm} is not built yet; start without"):
-        check_ranks(flags, MODEL, ["cpu"])
-    with pytest.raises(ConfigError, match="--tp-size 2 on GPUs is not built yet; start one server"):
-        check_ranks(args(), MODEL, ["cuda"])
+def test_ranks_have_equal_devices() -> None:
+    h100 = "NVIDIA H100 80GB HBM3"
+    check_devices(args(), [h100, h100])
+    check_devices(args(), ["cpu", "cpu"])
+    check_devices(args(device="cpu"), ["cpu", h100])
+    with pytest.raises(ConfigError, match="torch finds none for rank 1 and 2: see `nvidia-smi`, "):
+        check_devices(args(tp_size=3), [h100, "cpu", "cpu"])
+    with pytest.raises(ConfigError, match="ranks have NVIDIA H100 80GB HBM3, NVIDIA L40S: choose"):
+        check_devices(args(), [h100, "NVIDIA L40S"])
+
+
+def test_each_rank_sees_the_gpu_after_that_of_the_rank_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seen(visible: str, **flags: object) -> dict[str, str]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        places = places_of(args(**flags))
+        assert [*places][-2:] == ["scheduler", "detokenizer"]
+        environs = {role: child_environ(place.gpu_id) for role, place in places.items()}
+        return {role: each["CUDA_VISIBLE_DEVICES"] for role, each in environs.items()}
+
+    # A process takes the first GPU that it sees.
+    assert seen("6,4,2", tp_size=3)["rank 1"] == "4"
+    assert seen("6,4,2", tp_size=3)["rank 2"] == "2"
+    assert seen("6,4,2", tp_size=3)["scheduler"] == "6,4,2"
+    shifted = seen("6,4,2", base_gpu_id=1)
+    assert (shifted["scheduler"], shifted["rank 1"]) == ("4", "2")
+    assert seen("", device="auto")["rank 1"] == ""
+    assert seen("6", device="cpu")["rank 1"] == "6"
+    with pytest.raises(LaunchError, match="ask for GPU 1 of those that CUDA_VISIBLE_DEVICES names"):
+        seen("6")
 
 
 def test_ranks_share_the_cores_of_a_machine() -> None:

@@ -36,10 +36,10 @@ WRONG = {
     "--speculative-algorithm EAGLE --speculative-draft-model-path demo-eagle3": "use"
     " --speculative-algorithm EAGLE3.",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path demo-eagle": "use"
-    " --speculative-algorithm EAGLE, EAGLE3 or NEXTN",
+    " --speculative-algorithm EAGLE, EAGLE3, NEXTN or DFLASH",
     "--speculative-draft-model-path demo-eagle3": "needs --speculative-algorithm EAGLE, EAGLE3,"
-    " NEXTN or STANDALONE; ",
-    "--speculative-adaptive-config aggressive": "-algorithm EAGLE, EAGLE3, NEXTN or STANDALONE; ",
+    " NEXTN, DFLASH or STANDALONE; ",
+    "--speculative-adaptive-config aggressive": "NEXTN, DFLASH or STANDALONE; ",
     "--speculative-algorithm EAGLE3 --speculative-draft-model-path demo-draft": "a draft model"
     " takes --speculative-algorithm STANDALONE",
     f"{EAGLE3} --speculative-num-steps 0": "-num-steps 0 must be a whole number from 1 to",

@@ -19,8 +19,11 @@ from attention_cases import (
     PACKED_WHOLE,
     TOLERANCE,
 )
+from block_attention import BLOCKS
 from interpreted import run_interpreted
 from sglang.srt.registry import ATTENTION_BACKENDS
+
+BLOCK_CASES = [f"blocks, {name}" for name in BLOCKS]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("name", [*CASES, *MORE_CASES, "draft steps"])
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES, *BLOCK_CASES, "draft steps"])
 def test_interpreted_kernels_equal_the_oracle(errors: dict[str, float | str], name: str) -> None:
     error = errors[name]
     assert isinstance(error, float), error

@@ -52,6 +52,16 @@ def test_nothing_is_lost_doubled_or_changed_whatever_happens(
     assert seen["near-ties"] <= MAX_NEAR_TIES * seen["tokens"]
 
 
+@pytest.mark.long_matrix
+@pytest.mark.parametrize("heads_only", [True, False])
+def test_nothing_is_lost_over_two_ranks(tmp_path: Path, heads_only: bool) -> None:
+    """The ranks' rows are equal after every step with a drafter, and at the end of each round."""
+    seen = run_rounds(TinyModels(tmp_path, 2), FIRST_SEEDS[0], 0.0, 2, 2, heads_only)
+    assert seen["rounds"] == 2
+    assert seen["tokens"] > 50
+    assert seen["near-ties"] <= MAX_NEAR_TIES * seen["tokens"]
+
+
 def test_a_seed_gives_the_same_round_again(tmp_path: Path) -> None:
     models = TinyModels(tmp_path)
     first, again = Round(FIRST_SEEDS[0], models), Round(FIRST_SEEDS[0], models)

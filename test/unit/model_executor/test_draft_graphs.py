@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draft_heads import EAGLE, EAGLE3, P_EAGLE
+from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE
 from head_rounds import (
     HIDDEN_SIZE,
     MAX_REQUESTS,
@@ -80,6 +80,7 @@ def rounds(folders: Path, kind: str, backend: str = "ragged", page_size: int = 1
         (EAGLE3, "uniform", 1),
         (P_EAGLE, "ragged", 16),
         (P_EAGLE, "uniform", 1),
+        (DFLASH, "ragged", 16),
     ],
 )
 def test_rounds_with_graphs_equal_rounds_without(

@@ -143,7 +143,8 @@ def measured_graphs(
 ) -> dict[GraphKey, float]:
     """Prices of graphs that take so long on a GPU."""
     pool = SimpleNamespace(req_to_token=torch.zeros(1, 1))
-    runner: Any = SimpleNamespace(req_to_token_pool=pool, model=SimpleNamespace(hidden_width=0))
+    model = SimpleNamespace(hidden_width=0)
+    runner: Any = SimpleNamespace(req_to_token_pool=pool, model=model, ranks=None)
     meter = PriceMeter(runner, 128, 1)
     meter._is_cpu = False
     replays = mock.patch.object(meter, "_replay", lambda key: lambda: gpu.launch(took_ms(key)))
@@ -185,7 +186,7 @@ def test_a_graph_that_met_a_slow_moment_is_replaced_by_no_larger_one(seed: int) 
 def test_a_host_that_is_always_slower_than_the_gpu_ends_the_measurement() -> None:
     gpu = QueuedGpu(lambda now: 9.0)
     with mock.patch("torch.cuda.Event", gpu.event):
-        assert set(gpu_times_ms(lambda: gpu.launch(4.0), 3)) == {9.0}
+        assert set(gpu_times_ms(lambda: gpu.launch(4.0), 3, float)) == {9.0}
     assert gpu.now < 300
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_heads import EAGLE, EAGLE3, FILE, Oracle, write_eagle, write_eagle3
-from head_feeding import make_pair, run_a_round
+from block_heads import BLOCK_CASES, INPUTS, BlockCase, BlockOracle, write_block_head
+from block_heads import IDS as BLOCK_IDS
+from draft_heads import DFLASH, EAGLE, EAGLE3, FILE, Oracle, write_eagle, write_eagle3
+from head_feeding import make_pair, run_a_round, run_blocks
 from head_layouts import CASES, IDS, SPECULATORS, HeadCase
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
@@ -53,17 +55,29 @@ def test_a_published_layout_equals_the_oracle(
     assert taps == (case.taps if case.kind == EAGLE3 else None)
 
 
-# --- refused by name -----------------------------------------------------------------------------
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.layout)
+def test_a_published_layout_of_blocks_equals_the_oracle(
+    case: BlockCase, page_size: int, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    pair = make_pair(targets[64], case.write(tmp_path / "head"), DFLASH, page_size)
+    right, head = pair.oracle, pair.runner.config.model
+    tensors = case.tensors()
+    pair.oracle = BlockOracle(tmp_path, right.embedding, right.output, case.facts, tensors)
+    run_blocks(pair)
+    assert head.taps.layers == case.taps
 
-BLOCK = {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 8}
+
+# --- refused by name -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
-        ({**BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]}}, "DFlash"),
-        ({"speculators_model_type": "dflash", "mask_token_id": 7}, "DFlash"),
-        ({"speculators_model_type": "dflash2"}, "DFlash"),
+        ({"architectures": ["DFlashDraftModel"]}, "use --speculative-algorithm DFLASH"),
+        ({"block_size": 16}, "use --speculative-algorithm DFLASH"),
+        ({"speculators_model_type": "dflash"}, "use --speculative-algorithm DFLASH"),
+        ({"speculators_model_type": "dflash2"}, "DFlash2, which adds convolutions"),
         ({"speculators_model_type": "dspark"}, "DSpark"),
         ({"speculators_model_type": "mtp"}, "use --speculative-algorithm NEXTN"),
         ({"architectures": ["MiMoMTP"]}, "NEXTN"),
@@ -81,7 +95,13 @@ def test_a_head_that_nothing_here_drives_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("tensor", "named"),
-    [("mask_hidden", "name none; write the one"), ("mtp.fc.weight", "NEXTN")],
+    [
+        ("mask_hidden", "name none; write the one"),
+        ("mtp.fc.weight", "NEXTN"),
+        ("layers.0.attention_conv.weight", "DFlash2"),
+        ("candidate_selector.proj.weight", "DFlash2"),
+        ("markov_head.markov_w1.weight", "DSpark"),
+    ],
 )
 def test_a_tensor_that_marks_another_head_is_enough(
     tensor: str, named: str, tmp_path: Path, target: ModelConfig
@@ -110,6 +130,67 @@ def test_a_head_of_mask_tokens_without_their_hidden_states_is_refused(
     folder = write_eagle3(tmp_path / "head", mask_token_id=7)
     with pytest.raises(ModelPathError, match="mask_hidden"):
         make_pair(targets[64], folder, EAGLE3)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"block_size": None}, "block_size is missing, the rows that a head of DFlash drafts"),
+        ({"block_size": 1}, "block_size"),
+        ({"dflash_config": {"mask_token_id": None}}, "a head of DFlash is fed a mask token"),
+        ({"dflash_config": {"mask_token_id": 4096}}, "the mask token is 4096, but vocab_size is"),
+        ({"dflash_config": {BLOCK_IDS: None}}, "no layers of the target are named"),
+        ({"dflash_config": {BLOCK_IDS: [3, 1]}}, "at least one layer in ascending order"),
+        ({"dflash_config": {BLOCK_IDS: [1, 3, 7]}}, "below the last one of the 8 layers"),
+        ({"num_target_layers": 36}, "num_target_layers is 36, but the target has 8 layers"),
+        ({"sample_from_anchor": True}, "as those of DSpark"),
+        ({"norm_before_fc": True}, "norm_before_fc is of heads of EAGLE-3"),
+        ({"layer_types": ["sliding_attention"]}, "sliding windows of heads"),
+        ({"hidden_size": 128}, "hidden_size is 128, but that of the target is 64"),
+    ],
+)
+def test_a_block_that_cannot_be_drafted_is_refused(
+    entries: dict[str, Any], problem: str, tmp_path: Path, target: ModelConfig
+) -> None:
+    assert problem in refusal(write_block_head(tmp_path, **entries), target, DFLASH)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "readings"),
+    [
+        ([2, 4, 6], None, ([2, 4, 6], [1, 3, 5])),  # one more than z-lab's usual ones
+        (None, [1, 3, 5], ([1, 3, 5], [0, 2, 4])),  # z-lab's usual ones in vLLM's place
+        ([1, 2, 6], [1, 2, 6], ([1, 2, 6], [0, 1, 5])),
+    ],
+)
+def test_ids_of_a_block_that_may_mean_two_things_are_refused(
+    outputs: list[int] | None,
+    inputs: list[int] | None,
+    readings: tuple[list[int], list[int]],
+    tmp_path: Path,
+    target: ModelConfig,
+) -> None:
+    entries = {"dflash_config": {BLOCK_IDS: outputs}, INPUTS: inputs}
+    message = refusal(write_block_head(tmp_path, **entries), target, DFLASH)
+    first, second = readings
+    assert f"outputs of layers {first}, by the other those of {second}" in message
+
+
+@pytest.mark.parametrize(
+    ("tensor", "named"),
+    [("layers.1.self_attn.k_norm.weight", "lacks"), ("layers.0.extra.weight", "extra")],
+)
+def test_a_block_heads_missing_or_further_tensor_is_named(
+    tensor: str, named: str, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    folder = write_block_head(tmp_path / "head")
+    tensors = load_file(folder / FILE)
+    if tensors.pop(tensor, None) is None:
+        tensors[tensor] = torch.ones(4)
+    save_file(tensors, folder / FILE)
+    with pytest.raises(ModelPathError, match=named) as error:
+        make_pair(targets[64], folder, DFLASH)
+    assert "\n" not in str(error.value)
 
 
 def refusal(folder: Path, target: ModelConfig, kind: str = EAGLE3) -> str:

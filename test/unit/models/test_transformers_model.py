@@ -39,13 +39,17 @@ from sglang.srt.layers.forward_batch import dummy_step
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.runner_group import make_runners
-from sglang.srt.model_loader.loader import WeightPlaces
-from sglang.srt.models.exchanged_modules import StepGatedMLP, StepNorm
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.model_loader.loader import WeightPlaces, load_model
+from sglang.srt.models.exchanged_modules import StepGatedMLP, StepNorm, StepPart
 from sglang.srt.models.transformers_model import TransformersModel
 from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
+from sglang.srt.shard import Shard
 from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.transformers_config import why_not
+from sglang.srt.workers.tp_worker import TpModelWorker
+from thread_ranks import ThreadRanks
 from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,
@@ -195,13 +199,15 @@ def runner_over(path: Path, impl: str, **changes: Any) -> ModelRunner:
 
 
 def test_modules_with_known_code_are_exchanged(tmp_path: Path) -> None:
-    """The products of gate and up are one, and their names are the checkpoint's."""
-    runner = runner_over(build_own(tmp_path / "model", "qwen3"), TRANSFORMERS)
+    """Products of one input are one, and names of weights are the checkpoint's."""
+    path = build_own(tmp_path / "model", "qwen3")
+    runner = runner_over(path, TRANSFORMERS)
     kinds = [type(module) for module in runner.model.modules()]
     assert kinds.count(StepGatedMLP) == 2
+    assert kinds.count(StepPart) == 2 * 3
     assert kinds.count(StepNorm) == 2 * 4 + 1
     places = WeightPlaces(runner.model, runner.config.model)
-    assert "model.layers.0.mlp.up_proj.weight" in places.names
+    assert places.names == sorted(Model(path).reference.state_dict().keys() - places.shared.keys())
 
 
 # --- what goes by the contract of models ---------------------------------------------------------
@@ -300,6 +306,41 @@ def test_of_a_model_with_several_parts_that_of_text_is_served(tmp_path: Path) ->
     assert_close(logits, Model(text).expected(sequence(30))[-1])
 
 
+# --- several ranks -------------------------------------------------------------------------------
+
+
+def served_by_ranks(path: Path, num_ranks: int) -> list[list[int]]:
+    setup = Setup(page_size=4, num_pages=64)
+    execution = make_execution(path, setup)
+    ranks = ThreadRanks(execution, num_ranks)
+    ranks.serve(plain)
+    harness = SchedulerHarness(setup, ranks.worker, resources=ranks.resources)
+    asked = [sequence(length, seed=length) for length in (3, 20, 33)]
+    found = harness.generate(asked, temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    ranks.settle()
+    return found
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Granite", "GLM-4"])
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
+    """Of GLM-4 each has the whole feed-forward part, as transformers' plan does not divide it."""
+    model_type, entries, _ = FAMILIES[name]
+    path = make_random_model(model_type, tmp_path / "model", pad_token_id=0, **entries)
+    assert served_by_ranks(path, 2) == served_by_ranks(path, 1)
+
+
+def test_heads_that_transformers_does_not_divide_are_refused_for_ranks(tmp_path: Path) -> None:
+    path = make_random_model("olmo2", tmp_path / "model")
+    config = dataclasses.replace(load_model_config(str(path)), shard=Shard(0, 2))
+    with pytest.raises(ModelPathError, match="leave --tp-size out"):
+        load_model(config, "auto", 64, torch.float32, "cpu")
+
+
+def plain(runners: RunnerGroup) -> TpModelWorker:
+    runner = runners.target
+    return TpModelWorker(runner, RequestRows(runner.req_to_token_pool, 1, runner.vocab_size))
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -334,10 +375,9 @@ def test_what_cannot_be_served_is_refused_by_its_reason(
 
 
 def test_layers_that_attend_otherwise_than_the_config_says_are_refused(tmp_path: Path) -> None:
-    path = make_random_model(
-        "gemma4_text", tmp_path / "model", layer_types=["sliding_attention", "full_attention"]
-    )
-    with pytest.raises(ModelPathError, match=r"heads"):
+    """GPT-NeoX has as many KV heads as query heads, whatever its config.json has."""
+    path = make_random_model("gpt_neox", tmp_path / "model")
+    with pytest.raises(ModelPathError, match=r"layer 0 has query heads, KV heads"):
         make_runner(path, Setup())
 
 

@@ -45,6 +45,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
         config=replace(make_execution(model, Setup()), max_decode_rows=2),
         graph_keys=GraphKeys(GraphSupport.RAGGED_Q, 8, 2, 64),
         model=SimpleNamespace(hidden_width=0),
+        ranks=None,
     )
 
 
@@ -90,6 +91,7 @@ def test_other_flags_have_prices_of_their_own(tmp_path: Path, runner: Any) -> No
         config=replace(runner.config, max_running_requests=5),
         graph_keys=runner.graph_keys,
         model=runner.model,
+        ranks=None,
     )
     assert [start(tmp_path, each)[0] for each in (runner, other, runner, other)] == [1, 1, 0, 0]
 

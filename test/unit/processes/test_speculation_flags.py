@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
+from block_heads import write_block_head
+from draft_heads import BLOCK_SIZE, DFLASH, EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.environ import Environ
 from sglang.srt.flag_values import as_flag, flags_of, value_type
 from sglang.srt.layers.forward_options import HiddenCapture
@@ -113,6 +114,48 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
     assert tuple(model.draft_steps) == passes
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_drafts", "passes"),
+    [
+        ({}, 5, (1, 2, 3, 4, 5)),
+        ({"num_steps": 2, "load_aware": "off"}, 2, (2,)),
+        ({"num_draft_tokens": 6, "load_aware": "off"}, 5, (5,)),
+        ({"adaptive": True, "num_steps": 2}, 5, (1, 2, 3, 4, 5)),
+    ],
+)
+def test_a_head_of_blocks_drafts_any_number_of_its_rows(
+    target: Path, tmp_path: Path, flags: dict[str, Any], num_drafts: int, passes: tuple[int, ...]
+) -> None:
+    """All by default; slots for the whole block behind the rows that verify."""
+    head = write_block_head(tmp_path)
+    config = resolved(target, algorithm="DFLASH", draft_model_path=str(head), **flags)
+    assert config.drafter is not None
+    needs = config.needs
+    assert (needs.max_drafts, needs.token_shift) == (num_drafts, 0)
+    assert needs.max_slots == 1 + num_drafts + BLOCK_SIZE
+    assert needs.capture == HiddenCapture((2, 4, 5))
+    [model] = drafter_models(config.drafter, config.execution)
+    assert model.model.architecture == DFLASH
+    assert tuple(model.draft_steps) == passes
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"num_steps": 6}, "num-steps 6 drafts 6 tokens, but the head's blocks have 5; lower it"),
+        ({"num_draft_tokens": 7}, "num-draft-tokens 7 drafts 6 tokens, but the head's blocks"),
+        ({"adaptive": True, "adaptive_config": "aggressive"}, "the head's blocks have 5"),
+        ({"eagle_topk": 2}, "leave it out: a block is a chain"),
+        ({"algorithm": "EAGLE3"}, "use --speculative-algorithm DFLASH"),
+    ],
+)
+def test_what_a_block_cannot_have_is_refused(
+    target: Path, tmp_path: Path, flags: dict[str, Any], said: str
+) -> None:
+    head = str(write_block_head(tmp_path))
+    assert said in refusal(target, **{"algorithm": "DFLASH", "draft_model_path": head, **flags})
+
+
 def test_a_head_may_be_left_out_where_attention_reads_where_its_kv_starts(
     target: Path, tmp_path: Path
 ) -> None:
@@ -131,7 +174,7 @@ def test_a_head_may_be_left_out_where_attention_reads_where_its_kv_starts(
         ({"algorithm": "STANDALONE"}, f"--speculative-algorithm STANDALONE needs {PATH}"),
         (
             {"algorithm": "EAGEL"},
-            "EAGEL is unknown; there are EAGLE, EAGLE3, NEXTN, STANDA",
+            "EAGEL is unknown; there are EAGLE, EAGLE3, NEXTN, DFLASH, STANDA",
         ),
         ({"algorithm": "EAGLE"}, f"--speculative-algorithm EAGLE needs {PATH}"),
         (
@@ -154,13 +197,13 @@ def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any],
     assert said in refusal(target, **flags)
 
 
-HEADS, NGRAM = {"EAGLE", "EAGLE3", "NEXTN"}, {"NGRAM"}
+HEADS, NGRAM = {"EAGLE", "EAGLE3", "NEXTN", "DFLASH"}, {"NGRAM"}
 TAKERS = {  # of flags that not every algorithm takes
     "speculative_draft_model_path": HEADS | {"STANDALONE"},
     "speculative_draft_model_revision": HEADS | {"STANDALONE"},
     "speculative_adaptive_config": HEADS | {"STANDALONE"},
     "speculative_adaptive_strategy": HEADS | {"STANDALONE"},
-    "speculative_eagle_topk": HEADS,
+    "speculative_eagle_topk": HEADS - {"DFLASH"},
     "speculative_token_map": HEADS,
 }
 ALL = HEADS | NGRAM | {"STANDALONE"}

@@ -77,8 +77,8 @@ def test_any_rule_for_the_number_of_drafts_goes_with_it(
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "--tile-spec-cache-dir needs --speculative-algorithm EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM;"
-    " use that, or leave it out.": {
+    "--tile-spec-cache-dir needs --speculative-algorithm EAGLE, EAGLE3, NEXTN, DFLASH, STANDALONE"
+    " or NGRAM; use that, or leave it out.": {
         "head": None,
         "tile_spec_cache_dir": "x",
     },

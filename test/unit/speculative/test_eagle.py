@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3: whatever the head drafts, tokens are those of a server without it."""
+"""EAGLE, EAGLE-3 and DFlash: whatever the head drafts, tokens are those of a server without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import drafter_checks
-from draft_heads import EAGLE, EAGLE3, P_EAGLE
+from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Drafted, abort, nothing, params_of, pause, prompts, serve
 from drafter_checks import asking_requests
 from eagle_models import VOCAB, eagle_config_for, write_models, write_target
@@ -33,7 +33,8 @@ from sglang.srt.models.draft_head import DraftHead
 from tile_spec_rounds import DEAR_ROWS
 
 torch.set_num_threads(1)
-KINDS = (EAGLE, EAGLE3, P_EAGLE)
+KINDS = (EAGLE, EAGLE3, P_EAGLE, DFLASH)
+AT_ONCE = (P_EAGLE, DFLASH)
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -239,4 +240,4 @@ def test_draft_steps_are_priced_as_one_pass_where_mask_tokens_draft(
 ) -> None:
     served: Any = Served(paths, kind, 3, setup_for(3), prices=DEAR_ROWS, tile_spec_cache=tmp_path)
     tables = served.planner.rows.tile_spec._tables
-    assert tables._uniform.drafts_at_once == tables._packed.drafts_at_once == (kind == P_EAGLE)
+    assert tables._uniform.drafts_at_once == tables._packed.drafts_at_once == (kind in AT_ONCE)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compared_drafter import NUM_STEPS, compared, compared_drafters, write_noisy_models
-from draft_heads import EAGLE, EAGLE3, FILE, P_EAGLE
+from draft_heads import BLOCK_SIZE, DFLASH, EAGLE, EAGLE3, FILE, P_EAGLE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
@@ -57,6 +57,8 @@ def serve_twice(harness: Drafted) -> None:
         (EAGLE, 16, 2048, 3, True, RESTING),
         (P_EAGLE, 1, 6, 0, True, "fixed"),
         (P_EAGLE, 16, 2048, 3, True, RESTING),
+        (DFLASH, 1, 6, 0, True, RESTING),
+        (DFLASH, 16, 2048, 3, True, "fixed"),
     ],
 )
 def test_drafts_are_what_the_head_says_of_the_true_sequence(
@@ -77,7 +79,7 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
         retract_interval=retract_interval,
         use_radix_cache=use_radix_cache,
         context_len=CONTEXT,
-        max_decode_rows=2 * NUM_STEPS,
+        max_decode_rows=1 + NUM_STEPS + BLOCK_SIZE,
     )
     harness = compared(paths, kind, setup, policy)
     serve_twice(harness)
@@ -91,7 +93,7 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
     assert seen["ties"] <= seen["compared"] // 50, seen
     assert (seen["chunks"] > 10) == (chunk == 6), seen
     assert (seen["behind cached"] > 20) == use_radix_cache, seen
-    assert (seen["publishers' tokens"] > 0) == use_radix_cache, seen
+    assert (seen["publishers' tokens"] > 0) == (use_radix_cache and kind != DFLASH), seen
     if retract_interval:
         assert any(each.num_retractions for each in harness.outputs.values())
 
@@ -161,7 +163,7 @@ def test_trees_are_what_beams_over_the_true_sequence_find(
     assert seen["ties"] <= seen["compared"] // 50, seen
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [(EAGLE3, 1), ("trees", 16)])
+@pytest.mark.parametrize(("kind", "page_size"), [(EAGLE3, 1), ("trees", 16), (DFLASH, 1)])
 def test_so_they_are_beside_and_behind_requests_that_take_no_drafts(
     paths: dict[str, Path], kind: str, page_size: int
 ) -> None:

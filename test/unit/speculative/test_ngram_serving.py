@@ -106,7 +106,7 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
         harness = Served(target, drafter, setup_for(num_drafts, **changes), prices)
         harness.listeners.append(note)
         if has_tile_spec:
-            harness.listeners.append(budgets.scramble)
+            harness.scramblers.append(budgets.scramble)
         if policy == JUMPING:
             harness.planner.policy.may_lack = bool(budget)
         serve(harness, right, disturb, seed=CASES.index(case))

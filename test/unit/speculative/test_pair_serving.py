@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import DFLASH, EAGLE, EAGLE3
 from drafted_serving import Drafted, abort, nothing, pause, serve
 from drafter_checks import drafter_harness
 from eagle_models import STANDALONE, eagle_config_for, write_models
@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"page_size": 16, "retract_interval": 3},
     ),
     "a draft model": (STANDALONE, {}, {"disturb": pause}),
+    "blocks": (DFLASH, {"tier_policy": JUMPING}, {"page_size": 16}),
     "no overlap": (EAGLE, {"tier_policy": JUMPING}, {"enable_overlap": False, "disturb": abort}),
 }
 
@@ -162,7 +163,7 @@ def test_each_request_gets_the_drafts_that_it_named_and_the_right_tokens(
         harness.planner.policy.may_lack = True
     checks = WishChecks(harness)
     harness.listeners.append(checks)
-    model = "standalone" if kind == STANDALONE else "eagle"
+    model = {STANDALONE: "standalone", DFLASH: "dflash"}.get(kind, "eagle")
     choices = (Speculative(), NGRAMS, Speculative(drafter=model), OFF, Speculative(max_drafts=1))
     choose_in_turn(harness, choices)
     ids = serve(harness, right, disturb)

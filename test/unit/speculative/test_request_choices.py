@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import DFLASH, EAGLE, EAGLE3
 from drafted_serving import Drafted, serve
 from eagle_models import STANDALONE, write_models
 from eagle_serving import Served, right_tokens, setup_for, tree_setup
@@ -74,12 +74,14 @@ KINDS: dict[str, tuple[int, Made]] = {
     "chains of a head": (3, head(EAGLE, chunked_prefill_size=6)),
     "numbers of drafts that change": (3, head(EAGLE3, JUMPING, 16, retract_interval=3)),
     "a head that rests": (3, head(EAGLE3, RESTING)),
+    "blocks of a head that rests": (3, head(DFLASH, RESTING, chunked_prefill_size=6)),
     "trees of a head": (6, trees),
     "a draft model": (3, head(STANDALONE, chunked_prefill_size=6)),
     "a draft model that rests": (3, head(STANDALONE, RESTING, 16)),
     "chains of n-grams": (5, ngrams(5, 1, "matched")),
     "trees of n-grams": (5, ngrams(5, 2, "fixed")),
     "cut chains": (3, cut_chains(EAGLE)),
+    "cut blocks": (3, cut_chains(DFLASH)),
     "cut chains of a draft model": (3, cut_chains(STANDALONE)),
     "cut trees": (7, cut_trees),
 }
@@ -120,7 +122,8 @@ def passes_of(harness: Any, number: int) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.long_matrix
 @pytest.mark.parametrize(
-    ("kind", "policy"), [(EAGLE, "fixed"), (EAGLE3, JUMPING), (STANDALONE, "fixed")]
+    ("kind", "policy"),
+    [(EAGLE, "fixed"), (EAGLE3, JUMPING), (DFLASH, "fixed"), (STANDALONE, "fixed")],
 )
 def test_where_all_take_none_steps_are_those_of_a_server_without_a_drafter(
     paths: dict[str, Path], kind: str, policy: str

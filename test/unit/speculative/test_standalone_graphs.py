@@ -134,7 +134,7 @@ def test_tile_spec_leaves_drafts_out(paths: dict[str, Path], tmp_path: Path, pol
     options = {"tile_spec_cache": tmp_path, "tier_policy": policy, "prices": DEAR_ROWS}
     with budgets.chosen():
         harness = Served(paths, STANDALONE, 3, setup_for(3), **options)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         serve(harness, plain_tokens(paths["target"]))
     assert harness.seen["cut steps"] > 10
     assert harness.seen["fed"] > harness.seen["confirmed"] > 5, harness.seen

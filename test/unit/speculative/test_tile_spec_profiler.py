@@ -18,6 +18,7 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.processes.kept_prices import still_holds
+from sglang.srt.shard import WHOLE
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
@@ -41,6 +42,7 @@ def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
         config=replace(execution, max_decode_rows=4, draft_steps={1: (), 2: ()}, **changes),
         graph_keys=keys,
         model=SimpleNamespace(hidden_width=hidden_width),
+        ranks=None,
     )
 
 
@@ -143,7 +145,8 @@ def test_a_model_may_be_called_anything(tmp_path: Path, model: Path) -> None:
     for name in ("..", "a/b", "x" * 400, "_é\n", "."):
         target = runner_of(model)
         path = SimpleNamespace(name=name)
-        target.config = SimpleNamespace(model=SimpleNamespace(path=path), device="cpu")
+        config = SimpleNamespace(path=path, shard=WHOLE)
+        target.config = SimpleNamespace(model=config, device="cpu")
         folder = folder_of(tmp_path, target)
         assert folder.parent == tmp_path
         folder.mkdir(exist_ok=True)

@@ -109,7 +109,7 @@ def test_tokens_are_those_without_a_drafter_whichever_drafts_are_left_out(
     shape, disturb = SHAPES[changes.pop("shape")], changes.pop("disturb")
     with budgets.chosen():
         harness = tiled(paths, tmp_path, shape, **changes)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         ids = serve(harness, right_tokens(paths["target"]), disturb, seed=CASES.index(case))
     harness.check()
     if case["retract_interval"]:
@@ -136,7 +136,7 @@ def test_no_seed_of_random_shapes_aborts_and_retractions_changes_a_token(
     budgets, disturb = RandomBudgets(seed), chooser.choice([nothing, pause, abort])
     with budgets.chosen():
         harness = tiled(paths, tmp_path, shape, tier_policy=JUMPING, **changes)
-        harness.listeners.append(budgets.scramble)
+        harness.scramblers.append(budgets.scramble)
         serve(harness, right_tokens(paths["target"]), disturb, seed=seed)
     harness.check()
     assert harness.seen["cut steps"] > 5
@@ -149,10 +149,12 @@ def test_none_all_and_some_drafts_are_verified_in_one_step(
     """And what is verified of a tree is a tree, of which a path beside the first one is right."""
     fed, most, budgets = list[list[int]](), counts_of(shape)[0], RandomBudgets(0)
 
+    def spread(step: ComputedStep) -> None:
+        assert step.state.confidence is not None
+        step.state.confidence.drafts[::2], step.state.confidence.drafts[1::2] = 0.99, 0.1
+
     def note(step: ComputedStep) -> None:
-        confidence, lookahead = step.state.confidence, step.chosen.layout.lookahead
-        assert confidence is not None
-        confidence.drafts[::2], confidence.drafts[1::2] = 0.99, 0.1
+        lookahead = step.chosen.layout.lookahead
         if step.plan.counts.packed is None or lookahead is None:
             return
         fed.append((step.chosen.layout.per_request[Q_LEN] - 1).tolist())
@@ -167,6 +169,7 @@ def test_none_all_and_some_drafts_are_verified_in_one_step(
 
     with budgets.chosen():
         harness = tiled(paths, tmp_path, shape)
+        harness.scramblers.append(spread)
         harness.listeners.append(note)
         serve(harness, right_tokens(paths["target"]))
     assert any({0, most} <= {*counts} for counts in fed)
@@ -228,7 +231,7 @@ def test_where_rows_are_dear_only_likely_drafts_are_verified(
         harness.check()
         assert [harness.outputs[req_id].token_ids for req_id in ids][: len(right)] == right
         found[folder is None] = dict(harness.seen)
-    harness.listeners.append(spoil)
+    harness.scramblers.append(spoil)
     serve(harness, right)
     assert found[False]["cut steps"] > 10
     assert 20 < found[False]["fed"] < 0.7 * found[True]["fed"]

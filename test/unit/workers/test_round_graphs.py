@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads import EAGLE, EAGLE3, P_EAGLE
+from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import CONTEXT, STANDALONE, eagle_config_for, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
@@ -73,6 +73,7 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
         (EAGLE, 16, "fixed", pause),
         (EAGLE3, 16, JUMPING, nothing),
         (EAGLE3, 1, RESTING, pause),
+        (DFLASH, 16, JUMPING, abort),
     ],
 )
 def test_tokens(
@@ -96,7 +97,7 @@ def test_tokens(
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE, P_EAGLE])
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE, P_EAGLE, DFLASH])
 def test_requests_that_take_no_drafts(
     paths: dict[str, Path], right: list[list[int]], kind: str
 ) -> None:

@@ -6,6 +6,7 @@ CPU and all that is agreed on through gloo, over this machine's loopback address
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,11 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from sglang.srt.shard import Shard
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(days=1)  # the launcher ends all ranks when one is gone or stopped
+
+NCCL_ENVIRON = {
+    "NCCL_NVLS_ENABLE": "0",  # no multicast of NVLink
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the launcher watches the ranks
+}
+# Bytes of a rank in messages that connect GPUs in every way that steps will use.
+FIRST_MESSAGES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 
 
 class RankLostError(RuntimeError):
@@ -39,6 +48,8 @@ class RankGroup:
 
     def __init__(self, shard: Shard, meeting_point: Path) -> None:
         self.shard = shard
+        self._meeting_point = meeting_point
+        self._on_gpus: Any = None
         gloo: Any = dist.ProcessGroupGloo  # torch does not say what types it has
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
@@ -50,10 +61,41 @@ class RankGroup:
         if shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
 
+    def connect_gpus(self, device: str, dtype: torch.dtype) -> None:
+        """Connects the GPUs of all ranks, and sends first messages of the type that steps send:
+        later there may be little memory for what that takes, and a CUDA graph can contain only what
+        is connected.
+
+        Args:
+            device: this rank's.
+
+        Raises:
+            ValueError: if this torch cannot.
+            RuntimeError: if NCCL cannot; its text says why.
+        """
+        if not dist.is_nccl_available():
+            raise ValueError("--tp-size on GPUs needs a torch that is built with NCCL.")
+        os.environ.update(NCCL_ENVIRON)  # read when the first group is made
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = TIMEOUT
+        options.global_ranks_in_group = [*range(self.shard.num_ranks)]
+        options.group_name = "ranks"
+        meeting_point = self._meeting_point.with_suffix(".gpus")
+        store = dist.FileStore(str(meeting_point), self.shard.num_ranks)
+        self._on_gpus = nccl(store, self.shard.rank, self.shard.num_ranks, options)
+        for num_bytes in FIRST_MESSAGES:
+            message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
+            self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
+        torch.cuda.synchronize()
+        self._group.barrier().wait()
+        if self.shard.rank == 0:
+            meeting_point.unlink(missing_ok=True)
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """In this block this rank computes without the others, and its results mean nothing: for
-        measuring what its own part takes."""
+        work that compiles kernels or takes memory, and may fail on one rank alone."""
         self._is_alone = True
         try:
             yield
@@ -65,7 +107,7 @@ class RankGroup:
         if self._is_alone or not x.numel():
             return x
         x = x.contiguous()
-        _wait(self._group.allreduce, [x])
+        self.all_reduce(x)
         return x
 
     def join(self, x: torch.Tensor, width: int) -> torch.Tensor:
@@ -77,13 +119,36 @@ class RankGroup:
         padded = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()
         parts = padded.new_zeros((num_ranks * len(x), most))
         if not self._is_alone:
-            _wait(self._group._allgather_base, parts, padded)
+            self.all_gather(parts, padded)
         rows = parts.view(num_ranks, len(x), most).transpose(0, 1).reshape(len(x), -1)
         return rows[:, :width].contiguous()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Overwrites x, of the same shape on all ranks, with the sum of all. On a GPU it is queued
+        in the current stream, like a kernel."""
+        options = AllreduceOptions()
+        options.asyncOp = False
+        _wait(self._group_of(x).allreduce, [x], options)
+
+    def all_gather(self, parts: torch.Tensor, x: torch.Tensor) -> None:
+        """Writes all ranks' x one after the other to `parts`; otherwise as `all_reduce`."""
+        options = AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._group_of(x)._allgather_base, parts, x, options)
+
+    def _group_of(self, x: torch.Tensor) -> Any:
+        if not x.is_cuda:
+            return self._group
+        assert self._on_gpus is not None, "See `connect_gpus`."
+        return self._on_gpus
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""
         return min(self._numbers(number))
+
+    def first_of(self, number: float) -> float:
+        """The first rank's number: of what each measures, all go by that."""
+        return float(self.tensor_from_first(torch.tensor([number], dtype=torch.float64)))
 
     def from_first(self, data: bytes) -> bytes:
         """Gives the first rank's data to all; that of the others does not count."""
@@ -123,6 +188,8 @@ class RankGroup:
 
 def _wait(collective: Callable[..., Any], *arguments: Any) -> None:
     try:
-        collective(*arguments).wait()
+        work = collective(*arguments)
+        if work is not None:  # None: it is queued in a GPU's current stream
+            work.wait()
     except RuntimeError as error:
         raise RankLostError(str(error).splitlines()[0]) from error

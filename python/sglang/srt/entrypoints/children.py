@@ -8,14 +8,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang.srt.entrypoints.launch_error import LaunchError
+from sglang.srt.server_args import ServerArgs
 
 CHILD_MODULES: Mapping[str, str] = {
     "scheduler": "sglang.srt.processes.scheduler_process",
     "detokenizer": "sglang.srt.processes.detokenizer_process",
 }
 RANK_MODULE = "sglang.srt.processes.rank_process"
+
 # OpenMP threads sleep when there is nothing to do: spinning ones of two busy processes on few cores
 # slow each other down by an order of magnitude. They spin first for about 0.2 ms (5,000 pauses),
 # long enough to be awake for the next operation of a step.
@@ -27,6 +30,31 @@ CHILD_ENVIRON = {
     # Ranks do without the multicast of NVLink.
     "NCCL_NVLS_ENABLE": "0",
 }
+
+
+class Place(NamedTuple):
+    """The process of a child.
+
+    Attributes:
+        module: what `python -m` runs.
+        gpu_id: of `child_environ`.
+        rank: of `ChildConfig`.
+    """
+
+    module: str
+    gpu_id: int
+    rank: int = 0
+
+
+def places_of(args: ServerArgs) -> dict[str, Place]:
+    """Returns the children of a server by role. Ranks come first: when one ends, that ends the
+    scheduler, which has rank 0, too."""
+    first = args.base_gpu_id
+    ranks = {
+        f"rank {rank}": Place(RANK_MODULE, 0 if args.device == "cpu" else first + rank, rank)
+        for rank in range(1, args.tp_size)
+    }
+    return ranks | {role: Place(module, first) for role, module in CHILD_MODULES.items()}
 
 
 class Child:
@@ -81,16 +109,14 @@ class Child:
 
 
 @contextmanager
-def started_children(
-    gpu_id: int, modules: Mapping[str, str] = CHILD_MODULES
-) -> Iterator[dict[str, Child]]:
+def started_children(places: Mapping[str, Place]) -> Iterator[dict[str, Child]]:
     """Starts the children of a server, and kills those that still run after the block. Yields no
     children if one cannot be started: the caller then starts them itself and gets the error."""
     children: dict[str, Child] = {}
     try:
         try:
-            for role, module in modules.items():
-                children[role] = Child(module, gpu_id)
+            for role, place in places.items():
+                children[role] = Child(place.module, place.gpu_id)
         except (LaunchError, OSError):
             _end(children)
             children = {}
@@ -118,10 +144,13 @@ def child_environ(gpu_id: int = 0) -> dict[str, str]:
     package_root = str(Path(__file__).resolve().parents[3])
     paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environ = {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
-    if gpu_id == 0:
-        return environ
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpu_id == 0 or visible == "":  # no GPU is to be seen
+        return environ
     names = [str(gpu_id)] if visible is None else visible.split(",")[gpu_id:]
     if not names:
-        raise LaunchError(f"--base-gpu-id {gpu_id}: CUDA_VISIBLE_DEVICES is {visible!r}.")
+        raise LaunchError(
+            f"--base-gpu-id and --tp-size ask for GPU {gpu_id} of those that CUDA_VISIBLE_DEVICES"
+            f" names, from 0: it is {visible!r}."
+        )
     return {**environ, "CUDA_VISIBLE_DEVICES": names[0]}

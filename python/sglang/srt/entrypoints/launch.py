@@ -15,7 +15,7 @@ import zmq
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
-from sglang.srt.entrypoints.children import CHILD_MODULES, RANK_MODULE, Child
+from sglang.srt.entrypoints.children import Child, places_of
 from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.environ import Environ
@@ -83,7 +83,8 @@ class ProcessTree:
         self._on_end = on_end
         self._waiting = waiting or {}
         self.watch = ProcessWatch(server_args.watchdog_timeout)
-        self._ranks = [f"rank {rank}" for rank in range(1, server_args.tp_size)]
+        self._places = places_of(server_args)
+        self._ranks = [role for role, place in self._places.items() if place.rank]
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -109,22 +110,19 @@ class ProcessTree:
             LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
         """
         start = time.monotonic()
-        roles = " and the ".join([*CHILD_MODULES, *self._ranks])
+        roles = " and the ".join(self._places)
         logger.info("%s: starting the %s.", self._server_args.model_path, roles)
         receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
             self.addresses.launcher, ToLauncher
         )
         try:
             with self._lock:
-                first_gpu = self._server_args.base_gpu_id
-                # Ranks come first: when one ends, that ends the scheduler, which is rank 0, too.
-                for rank, role in enumerate(self._ranks, start=1):
-                    if not self._stopping.is_set():
-                        self._configure(role, Child(RANK_MODULE, first_gpu + rank), rank)
-                for role, module in CHILD_MODULES.items():
+                for role, place in self._places.items():
                     if not self._stopping.is_set():
                         child = self._waiting.get(role)
-                        self._configure(role, child or Child(module, first_gpu))
+                        self._configure(
+                            role, child or Child(place.module, place.gpu_id), place.rank
+                        )
             return self._wait_ready(receiver, start)
         finally:
             receiver.close()
@@ -153,7 +151,7 @@ class ProcessTree:
             self.watch.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _configure(self, role: str, child: Child, rank: int = 0) -> None:
+    def _configure(self, role: str, child: Child, rank: int) -> None:
         """Tells a child what to do."""
         reading, writing = child.beats
         self._children[role] = child.process
@@ -167,7 +165,7 @@ class ProcessTree:
     def _wait_ready(
         self, receiver: Receiver[ProcessReady | ProcessFailed], start: float
     ) -> SchedulerInfo:
-        waiting, info = {*CHILD_MODULES, *self._ranks}, None
+        waiting, info = {*self._places}, None
         while waiting:
             if self._stopping.is_set():
                 raise LaunchError("The start was interrupted.")

@@ -3,7 +3,7 @@ the number of rows that each request feeds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -106,6 +106,11 @@ class ForwardBatch:
             written to the dummy slot, and their results are not read. A request may feed no row.
             Requests whose number of rows the host knows, such as prompts, come first, and so do all
             whose q_lens is above MAX_TREE_ROWS.
+        is_block: every row sees all rows that its request feeds in this step, also those after it.
+            All requests feed the same number of rows, and none is a tree.
+        num_folded: rows that are given to attention as one, which has so many times the query
+            heads: those of a KV head are next to each other, row by row. Each request then feeds
+            one such row, and has no tree.
         hidden: [T, width], in the model's type; a further input of each row beside its token, such
             as a target's hidden states; None for models that read tokens alone.
         shared_prefixes: of requests that feed one row each, and only where all do; empty: none are
@@ -126,6 +131,8 @@ class ForwardBatch:
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    is_block: bool = False
+    num_folded: int = 1
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
 
@@ -142,6 +149,30 @@ class ModelOutput(NamedTuple):
 
     hidden: torch.Tensor
     taps: torch.Tensor | None = None
+
+
+def single_rows(batch: ForwardBatch, max_folded: int) -> ForwardBatch:
+    """Returns the rows of blocks as requests of one row each, for attention: causal rows see the
+    same, as the K and V of a layer are all in the pool before it is attended. As many of them are
+    folded to one as may be, so that they share what they read."""
+    count, size = len(batch.q_lens), batch.q_lens[0]
+    assert batch.q_lens == [size] * count, "Blocks of different sizes."
+    num_folded = max(each for each in range(1, 1 + max_folded) if size % each == 0)
+    width = size // num_folded
+    key, kv_lens = batch.graph_key, batch.kv_lens.repeat_interleave(width)
+    if key is not None:
+        key = replace(key, tag=DECODE, num_reqs=count * width, width=1)
+    return replace(
+        batch,
+        positions=kv_lens - 1,
+        rows=batch.rows.repeat_interleave(width),
+        q_lens=[1] * (count * width),
+        kv_lens=kv_lens,
+        kv_len_upper_bounds=[it for it in batch.kv_len_upper_bounds for _ in range(width)],
+        graph_key=key,
+        is_block=False,
+        num_folded=num_folded,
+    )
 
 
 def dummy_step(

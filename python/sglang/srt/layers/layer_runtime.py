@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, single_rows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 
@@ -86,6 +86,7 @@ class LayerRuntime:
 
     Args:
         ranks: None: one rank holds the model.
+        max_folded: rows that attention may be given as one; see `ForwardBatch.num_folded`.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class LayerRuntime:
         backend: AttentionBackend,
         kv_pool: MHATokenToKVPool,
         ranks: Collectives | None = None,
+        max_folded: int = 1,
     ) -> None:
         self._ranks = ranks
+        self._max_folded, self._num_folded = max_folded, 1
         self._backend = backend
         self._kv_pool = kv_pool
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
@@ -107,6 +110,9 @@ class LayerRuntime:
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
+        if batch.is_block:
+            batch = single_rows(batch, self._max_folded)
+        self._num_folded = batch.num_folded
         self._backend.plan(batch)
 
     @property
@@ -119,7 +125,7 @@ class LayerRuntime:
         return self._ops.rotation(table, self._positions)
 
     def attend(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Attention of a layer, causal, over the KV of each request and of this step.
+        """Attention of a layer, causal but in blocks, over the KV of each request and this step.
 
         Args:
             layer: index of the layer.
@@ -129,15 +135,38 @@ class LayerRuntime:
         Returns:
             [T, num_heads * head_dim].
         """
+        q = self._rotated(layer, heads, rotation)
+        if self._num_folded == 1:
+            return self._backend.forward(layer, q)
+        num_kv_heads, (num_rows, _, head_dim) = self._kv_pool.kv[layer].shape[1] // 2, q.shape
+        shape = num_rows // self._num_folded, self._num_folded, num_kv_heads, -1
+        folded = q.reshape(*shape, head_dim).transpose(1, 2).flatten(1, 3)
+        out = self._backend.forward(layer, folded)
+        return out.view(shape[0], num_kv_heads, shape[1], -1).transpose(1, 2).reshape(num_rows, -1)
+
+    def store(self, layer: int, keys_values: torch.Tensor, rotation: torch.Tensor) -> None:
+        """Stores K and V of a layer and attends nothing.
+
+        Args:
+            keys_values: [T, 2 * num_kv_heads, head_dim]: k, v, not rotated.
+        """
+        self._rotated(layer, keys_values, rotation)
+
+    def _rotated(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Stores K and V; returns rotated queries."""
         kv = self._kv_pool.kv[layer]
-        q = self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)
-        return self._backend.forward(layer, q)
+        return self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)
 
     def attend_rotated(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """The same of queries [T, num_heads, head_dim] and keys and values [T, num_kv_heads,
-        head_dim] to which nothing is done any more, of any strides but the last."""
+        """Stores K and V, and attends as `attend` does.
+
+        Args:
+            q: [T, num_heads, head_dim]; like k and v rotated already, any strides but the last.
+            k, v: [T, num_kv_heads, head_dim].
+        """
+        assert self._num_folded == 1
         kv, num_kv_heads = self._kv_pool.kv[layer], k.shape[1]
         kv[:, :num_kv_heads].index_copy_(0, self._slots, k)
         kv[:, num_kv_heads:].index_copy_(0, self._slots, v)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
 from sglang.srt.shard import WHOLE, Cut, Shard
 
 
@@ -27,6 +27,11 @@ class Linear(nn.Linear):
     def cut_of(self, parameter: str) -> Cut | None:
         """The part of `weight` or `bias` that this rank has; None: all."""
         return None
+
+    def copy_rows(self, ids: torch.Tensor, out: torch.Tensor, ranks: Collectives | None) -> None:
+        """Copies rows `ids` [H] int64 of the weight, whichever rank has them, to `out`
+        [H, in_features] of every rank; all ranks do so together."""
+        torch.index_select(self.weight, 0, ids, out=out)
 
 
 class SumLinear(Linear):
@@ -67,6 +72,15 @@ class VocabLinear(Linear):
         logits = runtime.linear(x, self.weight, None)
         return logits if self._is_whole else runtime.ranks.join(logits, self._cut.whole)
 
+    def copy_rows(self, ids: torch.Tensor, out: torch.Tensor, ranks: Collectives | None) -> None:
+        if self._is_whole:
+            super().copy_rows(ids, out, ranks)
+            return
+        assert ranks is not None, "A part of a head, and no other ranks."
+        own, is_elsewhere = _own_rows(ids, self._cut)
+        torch.index_select(self.weight, 0, own, out=out)
+        out.copy_(ranks.sum(out.masked_fill_(is_elsewhere[:, None], 0.0)))
+
     def cut_of(self, parameter: str) -> Cut | None:
         return None if self._is_whole else self._cut
 
@@ -89,9 +103,8 @@ class Embedding(nn.Embedding):
         """[T, size] of token ids [T]."""
         if self._is_whole:
             return super().forward(ids)
-        own = ids - self._cut.start
-        is_elsewhere = (own < 0) | (own >= self._cut.size)
-        found = super().forward(own.masked_fill(is_elsewhere, 0))
+        own, is_elsewhere = _own_rows(ids, self._cut)
+        found = super().forward(own)
         return runtime.ranks.sum(found.masked_fill(is_elsewhere[:, None], 0.0))
 
     @property
@@ -101,6 +114,14 @@ class Embedding(nn.Embedding):
 
     def cut_of(self, parameter: str) -> Cut | None:
         return None if self._is_whole else self._cut
+
+
+def _own_rows(ids: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the places of ids [T] int64 in a rank's part, any of those that other ranks have, and
+    which these are: [T] bool."""
+    own = ids - cut.start
+    is_elsewhere = (own < 0) | (own >= cut.size)
+    return own.masked_fill(is_elsewhere, 0), is_elsewhere
 
 
 class FusedLinear(Linear):
@@ -129,6 +150,12 @@ class FusedLinear(Linear):
         self.shard_sizes = own
         self._sizes = dict(zip(shards, sizes, strict=True))
         self._shard = shard
+
+    def without_first(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """Computes all parts but the first one."""
+        start = self.shard_sizes[0]
+        bias = None if self.bias is None else self.bias[start:]
+        return runtime.linear(x, self.weight[start:], bias)
 
     def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:
         """Returns the rows of `parameter` (weight or bias) that belong to one part."""

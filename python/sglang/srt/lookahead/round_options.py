@@ -94,6 +94,8 @@ class RoundOptions:
             `trees_of_any_size`.
         trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
             order that any first ones are a tree, and a tier is how many of them there are.
+        block_size: rows of the pass that drafts a chain of any length, of which each needs a slot;
+            None: a draft step has one row.
     """
 
     num_steps: int
@@ -105,9 +107,10 @@ class RoundOptions:
     tile_spec_drafts: float | None = None
     tree: TreeShape | None = None
     trees_of_any_size: bool = False
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
-        assert not (self.trees_of_any_size and self.has_draft_steps), "Such trees need none."
+        assert not self.trees_of_any_size or self.num_steps <= self.num_free, "No draft steps."
         if self.tree is None:
             return
         assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
@@ -122,11 +125,6 @@ class RoundOptions:
     def has_trees(self) -> bool:
         """Tells whether drafts are trees."""
         return self.tree is not None or self.trees_of_any_size
-
-    @property
-    def has_draft_steps(self) -> bool:
-        """Tells whether a model that drafts runs steps of its own."""
-        return self.tree is not None or self.num_steps > self.num_free
 
     @property
     def policy(self) -> type[LengthPolicy]:
@@ -170,8 +168,9 @@ class RoundOptions:
         return tier if self.tree is None else self.tree.num_drafts
 
     def num_draft_slots(self, tier: int) -> int:
-        """Slots that the draft steps of a tier need after the rows kept."""
-        return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
+        """Slots that the draft steps of a tier above 0 need after the rows kept."""
+        chain = self.block_size or max(0, tier - self.num_free)
+        return chain if self.tree is None else self.tree.num_slots
 
     @property
     def step_width(self) -> StepWidth:

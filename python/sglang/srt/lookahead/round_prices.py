@@ -76,7 +76,8 @@ class MeasuredRoundPrices:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
-        drafts_at_once: the rows of all draft steps are one pass, which reads KV once (P-EAGLE).
+        drafts_at_once: all draft steps are one pass, which reads KV once (P-EAGLE, DFlash).
+        num_free: drafts of a chain from the head's pass over the rows of the target.
     """
 
     target: PriceTable
@@ -85,6 +86,7 @@ class MeasuredRoundPrices:
     max_requests: int | None = None
     can_rest: bool = False
     drafts_at_once: bool = False
+    num_free: int = 1
 
     def __post_init__(self) -> None:
         self.prompt_row_ms = self.target.least_row_ms
@@ -178,7 +180,8 @@ class MeasuredRoundPrices:
         if tree is not None:
             kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
             return LatencyByKV(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
-        first_ms, num_steps = head.extend.head.at(num_reqs), num_drafts - 1
+        num_steps = num_drafts - self.num_free
+        first_ms = head.extend.head.at(num_reqs) if self.num_free else 0.0
         if num_steps == 0:
             return LatencyByKV(first_ms, 0.0)
         num_passes = 1 if self.drafts_at_once else num_steps

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -69,11 +70,17 @@ class GraphMemory:
     Args:
         keys: keys of all graphs.
         hidden_dtype: of `ForwardBatch.hidden`.
+        alone: `ModelRunner.alone`.
     """
 
     def __init__(
-        self, keys: Sequence[GraphKey], device: str, hidden_dtype: torch.dtype = torch.float32
+        self,
+        keys: Sequence[GraphKey],
+        device: str,
+        hidden_dtype: torch.dtype = torch.float32,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.alone = alone
         most_tokens = max(key.num_tokens for key in keys)
         most_reqs = max(key.num_reqs for key in keys)
         num_hidden = max(key.num_tokens * key.hidden_width for key in keys)
@@ -105,7 +112,7 @@ def capture_graph(
     runs_first: bool = True,
 ) -> tuple[torch.cuda.CUDAGraph, Found]:
     """Calls `run` once on a side stream, so that its kernels are compiled and memory is taken, then
-    captures it.
+    captures it. The call waits for no other rank, which may lack that memory; the graph does.
 
     Args:
         prepare: called before each of the two, and no part of the graph.
@@ -118,7 +125,7 @@ def capture_graph(
     if runs_first:
         side = memory.side
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), memory.alone():
             prepare()
             run()
         torch.cuda.current_stream().wait_stream(side)

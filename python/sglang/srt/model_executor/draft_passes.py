@@ -1,5 +1,6 @@
 """Several drafts of each request in one pass of a drafting model: by draft steps of one row per
-request, each of which feeds what the one before gave, or by one step over mask tokens."""
+request, each of which feeds what the one before gave, or by one step over mask tokens, causal or as
+a block."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from sglang.srt.models.model import Model
 
 
 class Drafts(NamedTuple):
-    """The drafts of R requests from N draft steps.
+    """The drafts of R requests from N draft steps, or from as many rows of one step.
 
     Attributes:
-        token_ids: [R, N] int64; the best token after each step, as an id of the target.
-        logprobs: [R, N] float32; their log-probabilities among the model's tokens.
+        token_ids: [R, N] int64; the best token after each step, as an id of the target. Of a block
+            fewer than it has rows.
+        logprobs: float32, as these; their log-probabilities among the model's tokens.
         fed_ids: [N, R] int64; the tokens that each step fed.
         slots: [N, R] int64; the slots of each step's K and V.
     """
@@ -163,6 +165,67 @@ class MaskPass:
         best, _, logprobs = self._choose(logits, None)
         token_ids = self._head.to_target_ids(best).view(count, -1)
         fed_ids = batch.input_ids.view_as(slots)
+        return Drafts(token_ids, logprobs.view(count, -1), fed_ids, slots)
+
+
+class BlockPass:
+    """Drafts N tokens of each request in one step of a head over a block (DFlash, arXiv
+    2602.06036): it feeds the certain token and mask tokens behind it, all rows see each other, and
+    the row of each mask token gives the token of its own place.
+
+    Args:
+        head: one with a `block_size`, B rows.
+        table: [rows, width] int32; the page table.
+        forward: runs the head over a batch that is not planned yet, B rows of each request; returns
+            `ModelOutput.hidden` of the rows that are read.
+        num_drafts: N, at least 1, below B.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        layers: LayerRuntime,
+        table: torch.Tensor,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        num_drafts: int,
+    ) -> None:
+        assert head.mask_token_id is not None, "A head without mask tokens."
+        assert head.block_size is not None, "A head that drafts no blocks."
+        assert 1 <= num_drafts < head.block_size, "A block has a draft for each row but the first."
+        self._head = head
+        self._mask_token_id, self._block_size = head.mask_token_id, head.block_size
+        self._layers = layers
+        self._table = table
+        self._forward = forward
+        self._num_drafts = num_drafts
+        self._choose = sampling_ops(table.device).argmax_logprob
+
+    def run(self, first: ForwardBatch) -> Drafts:
+        """
+        Args:
+            first: the certain token of each request, of which the head has no KV yet. Rows that
+                write to the dummy slot are padding.
+        """
+        count, size = len(first.positions), self._block_size
+        positions, slots, _ = places_after(first, size, self._table)
+        fed_ids = torch.full_like(positions, self._mask_token_id)
+        fed_ids[0] = first.input_ids
+        drafted = torch.arange(1, 1 + self._num_drafts, device=slots.device)
+        begins = torch.arange(0, count * size, size, device=slots.device)
+        batch = replace(
+            first,
+            input_ids=fed_ids.T.flatten(),
+            positions=positions.T.flatten(),
+            slots=slots.T.flatten(),
+            q_lens=[size] * count,
+            kv_lens=first.kv_lens + (size - 1),
+            kv_len_upper_bounds=[bound + size - 1 for bound in first.kv_len_upper_bounds],
+            read_index=(begins[:, None] + drafted).flatten(),
+            is_block=True,
+        )
+        logits = self._head.compute_logits(self._forward(batch), self._layers)
+        best, _, logprobs = self._choose(logits, None)
+        token_ids = self._head.to_target_ids(best).view(count, -1)
         return Drafts(token_ids, logprobs.view(count, -1), fed_ids, slots)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.layers.layer_runtime import Collectives
 from sglang.srt.mem_cache.kv_memory import KVGeometry
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_loader.loader import load_model
@@ -42,13 +43,16 @@ class LoadedModel:
         self.weights = WeightStore(self.model, config.model)
         self.geometry = KVGeometry.of(config.model, dtype)
 
-    def attach(self, target: LoadedModel) -> None:
+    def attach(self, target: LoadedModel, ranks: Collectives | None = None) -> None:
         """Gives a head the modules that it shares with the model that it drafts for; other models
         need none.
+
+        Args:
+            ranks: that hold that model together; None: this process holds it all.
 
         Raises:
             ModelPathError: if the head was trained for a target of other sizes.
         """
         if isinstance(self.model, DraftHead):
-            self.model.attach(target.model)
+            self.model.attach(target.model, ranks)
             target.weights.after_update.append(self.model.refresh)

@@ -14,6 +14,7 @@ from sglang.srt.step.price_table import Curve
 Item = TypeVar("Item")
 
 Launch = Callable[[], object]  # returns when the work is in a GPU's queue, maybe not done
+Agree = Callable[[float], float]  # gives all ranks one number of what each has measured
 
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
@@ -26,21 +27,24 @@ def shown(items: Sequence[Item], what: str, device: torch.device) -> Iterable[It
     return tqdm(items, desc=f"Measuring {what}", unit="size", disable=is_hidden)
 
 
-def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
+def gpu_times_ms(launch: Launch, repeats: int, agree: Agree) -> list[float]:
     """Returns the milliseconds of `repeats` runs after a first one, by the GPU's own clock. Runs
     are launched before any is waited for. While the host launches more slowly than the GPU
     computes, the GPU waits and the times are the host's. Such a run does not count, and another
     follows it, up to MOST_RUNS for each that is to count; if none does, all are returned."""
     launch()
-    ends = [_recorded_event()]
-    are_in_time = list[bool]()
-    while sum(are_in_time) < repeats and len(are_in_time) < MOST_RUNS * repeats:
-        launch()
-        are_in_time.append(not ends[-1].query())  # queued before the GPU had ended the last run
-        ends.append(_recorded_event())
+    ends, are_in_time = [_recorded_event()], list[bool]()
+    missing = repeats
+    while missing > 0 and len(are_in_time) < MOST_RUNS * repeats:
+        for _ in range(min(missing, MOST_RUNS * repeats - len(are_in_time))):
+            launch()
+            are_in_time.append(not ends[-1].query())  # queued before the last run had ended
+            ends.append(_recorded_event())
+        missing = round(agree(repeats - sum(are_in_time)))
     ends[-1].synchronize()
-    times = [first.elapsed_time(second) for first, second in itertools.pairwise(ends)]
-    return [*itertools.compress(times, are_in_time)] or times
+    times = [agree(first.elapsed_time(second)) for first, second in itertools.pairwise(ends)]
+    counts = [bool(agree(is_in_time)) for is_in_time in are_in_time]
+    return [*itertools.compress(times, counts)] or times
 
 
 def _recorded_event() -> torch.cuda.Event:

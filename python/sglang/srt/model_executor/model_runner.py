@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
+from sglang.srt.distributed.group import RankGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput, dummy_step
-from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
+from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
-from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, MaskPass
+from sglang.srt.model_executor.draft_passes import BlockPass, DraftPass, Drafts, MaskPass
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftTreePass
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
@@ -30,6 +31,7 @@ from sglang.srt.step.step_ops import StepOps
 logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
+MAX_FOLDED_HEADS = 64  # query heads of a KV head, of rows that attention is given as one
 READ_ROWS = (1, 2, 16, 17, 32, 33, 64)  # whose logits take kernels of their own
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
@@ -74,6 +76,7 @@ class ModelRunner:
 
     Attributes:
         req_to_token_pool, kv_pool: the memory's page table, and the pool.
+        ranks: see above.
         checks: for debugging; each sees every batch before it runs, and may raise.
         max_prompt_rows: prompt tokens that a step may feed: the configured number, or as many as
             the device's memory allows beside weights, KV pool and graphs (`warm_up`).
@@ -87,9 +90,10 @@ class ModelRunner:
         loaded: LoadedModel,
         memory: KVMemory,
         pool_index: int = 0,
-        ranks: Collectives | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         config = loaded.config
+        self.ranks = ranks
         self.vocab_size = config.model.vocab_size
         self.model, self.weights = loaded.model, loaded.weights
         self.memory = memory
@@ -101,8 +105,13 @@ class ModelRunner:
         )
         self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]
+        group = 2 * num_heads // self.kv_pool.kv[0].shape[1]
         self._layers = LayerRuntime(
-            load(self.operations.layers)(self.device), attention, self.kv_pool, ranks
+            load(self.operations.layers)(self.device),
+            attention,
+            self.kv_pool,
+            ranks,
+            max(1, MAX_FOLDED_HEADS // group) if config.capabilities.folds_rows else 1,
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
         self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None
@@ -127,6 +136,10 @@ class ModelRunner:
     def reads_one_row(self) -> bool:
         """Tells whether no step reads more than one row of a request."""
         return self.model.reads_one_row or self._config.reads_one_row
+
+    def alone(self) -> AbstractContextManager[None]:
+        """In this block steps wait for no other rank, and their results mean nothing."""
+        return nullcontext() if self.ranks is None else self.ranks.alone()
 
     @property
     def num_parameters(self) -> int:
@@ -177,7 +190,7 @@ class ModelRunner:
         every = [key for each in (keys, *draft_keys.values()) for key in each.all]
         ops, plan = self.step_ops, self._layers.plan
         drafts: dict[DraftShape, CudaGraphRunner[Drafts | DraftedTrees]] = {}
-        memory = GraphMemory(every, config.device, getattr(torch, config.dtype))
+        memory = GraphMemory(every, config.device, getattr(torch, config.dtype), self.alone)
         more = config.row_width, config.device, config.poisons_graphs, memory
         for shape, each in draft_keys.items():
             run = self._draft_pass(shape, lambda batch: self._forward_part(batch).hidden).run
@@ -222,7 +235,7 @@ class ModelRunner:
             MemoryError: if `least_rows` do not fit.
         """
         runners = (self, *drafting)
-        with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
+        with memory_for("a step", f"{LESS_STATIC_MEMORY}."), self.alone():
             for runner in runners:
                 runner._run_small()
         wished = self.max_prompt_rows
@@ -230,7 +243,8 @@ class ModelRunner:
             return
         what, config = f"a step of {min(wished, least_rows)} prompt tokens", self._config
         limits = config.max_decode_rows, config.max_running_requests, config.row_width
-        with memory_for(what, f"{LESS_STATIC_MEMORY} or --max-running-requests."):
+        remedy = f"{LESS_STATIC_MEMORY} or --max-running-requests."
+        with memory_for(what, remedy), self.alone():
             self.max_prompt_rows = most_that_fits(
                 # A list: results are held while the others run.
                 lambda rows: [each._run_dummy(largest_step(rows, *limits)) for each in runners],
@@ -379,14 +393,15 @@ class ModelRunner:
 
     def _draft_pass(
         self, shape: DraftShape, forward: Callable[[ForwardBatch], torch.Tensor]
-    ) -> DraftPass | MaskPass | DraftTreePass:
+    ) -> DraftPass | MaskPass | BlockPass | DraftTreePass:
         model = self.model
         parts = self._layers, self.req_to_token_pool.req_to_token, forward
         if isinstance(shape, TreeShape):
             assert isinstance(model, DraftHead), "Heads alone draft trees."
             return DraftTreePass(model, *parts, shape, load(self.operations.trees))
         if isinstance(model, DraftHead) and model.mask_token_id is not None:
-            return MaskPass(model, *parts, shape)
+            kind = MaskPass if model.block_size is None else BlockPass
+            return kind(model, *parts, shape)
         return DraftPass(model, *parts, shape)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

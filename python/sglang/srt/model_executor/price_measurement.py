@@ -2,6 +2,9 @@
 
 Steps feed random tokens, and heads random hidden states: a GPU multiplies equal rows, and zeros,
 faster than others, since that takes less power.
+
+Ranks of a model measure together: they launch the same steps in the same order, since all go by
+what the first one's clock says.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -86,11 +89,12 @@ class PriceMeter:
         self._runner = runner
         self._max_requests = max_requests
         self._max_width = max_width
-        self._clock = clock
+        self._own_clock = clock
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
         self._is_cpu = self._device.type == "cpu"
         self._width = runner.model.hidden_width
+        self._states: torch.Tensor | None = None  # [n, D]; whose logits are computed
         self._generator = torch.Generator(self._device).manual_seed(0)
 
     @torch.inference_mode()
@@ -127,17 +131,25 @@ class PriceMeter:
 
     # ------------------------------------------------------------ time
 
+    def _agree(self, number: float) -> float:
+        """Returns the first rank's number."""
+        ranks = self._runner.ranks
+        return number if ranks is None else ranks.first_of(number)
+
+    def _clock(self) -> float:
+        return self._agree(self._own_clock())
+
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
         """Returns the milliseconds of each run after a first one."""
         if not self._is_cpu:
-            return gpu_times_ms(launch, repeats)
+            return gpu_times_ms(launch, repeats, self._agree)
         launch()
         return [self._once_ms(launch) for _ in range(repeats)]
 
     def _once_ms(self, launch: Launch) -> float:
-        start = self._clock()
+        start = self._own_clock()
         launch()
-        return (self._clock() - start) * 1e3
+        return self._agree((self._own_clock() - start) * 1e3)
 
     def _spread(self) -> float:
         """Returns the typical deviation of a plain step's time from the median, as a share; 0 where
@@ -266,8 +278,11 @@ class PriceMeter:
         return split(num_rows, -(-num_rows // width))
 
     def _read(self, num_rows: int) -> Launch:
-        repeats = -(-num_rows // len(self._hidden))
-        hidden = self._hidden.repeat(repeats, 1)[:num_rows]
+        if self._states is None:
+            step = self._dummy_step([1] * min(READ_STATES, self._max_requests))
+            self._states = self._runner.forward(step).hidden.clone()
+        repeats = -(-num_rows // len(self._states))
+        hidden = self._states.repeat(repeats, 1)[:num_rows]
 
         def launch() -> None:
             logits = self._runner.compute_logits(hidden)
@@ -281,12 +296,6 @@ class PriceMeter:
         if kv_len:
             batch = _over_kv(batch, kv_len)
         return lambda: self._runner.forward(batch)
-
-    @cached_property
-    def _hidden(self) -> torch.Tensor:
-        """Returns different hidden states, whose logits are computed."""
-        step = self._dummy_step([1] * min(READ_STATES, self._max_requests))
-        return self._runner.forward(step).hidden.clone()
 
     def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
         batch = self.random_step(q_lens, self._width)

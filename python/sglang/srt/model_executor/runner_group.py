@@ -49,7 +49,7 @@ def make_runners(
         )
     if config.device != "cpu":
         prepare_sampling_ops(torch.device(config.device))
-    kernels = compile_ahead(config, *others)
+    kernels = compile_ahead(config, *others, ranks=ranks)
     models = [_load(each) for each in (config, *others)]
     with start_phase("Allocating the KV pool"):
         group = _put_together(config, models, ranks)
@@ -73,7 +73,9 @@ class CompilesAhead(Protocol):
         """Waits until all kernels are compiled."""
 
 
-def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
+def compile_ahead(
+    config: ExecutionConfig, *others: ExecutionConfig, ranks: RankGroup | None = None
+) -> CompilesAhead | None:
     """Starts to compile what steps will launch, before there are weights: models of the same sizes
     and few layers launch the same. None where that cannot be told."""
     place = OPERATIONS[config.ops].ahead
@@ -82,8 +84,8 @@ def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> Compiles
     kernels: CompilesAhead = load(place)()
     with start_phase("Rehearsing steps"):
         configs = [_with_few_layers(each) for each in (config, *others)]
-        group = _put_together(configs[0], [LoadedModel(each) for each in configs])
-        with kernels.noting(), paused_collections():
+        group = _put_together(configs[0], [LoadedModel(each) for each in configs], ranks)
+        with kernels.noting(), paused_collections(), group.target.alone():
             for runner in group.runners:
                 runner.rehearse()
         del group, runner
@@ -115,10 +117,10 @@ def _put_together(
 ) -> RunnerGroup:
     """Makes runners of models over one memory."""
     for model in models[1:]:
-        model.attach(models[0])
+        model.attach(models[0], ranks)
     memory = make_memory(config, models, ranks)
     runners = [ModelRunner(model, memory, index, ranks) for index, model in enumerate(models)]
-    return RunnerGroup(runners)
+    return RunnerGroup(runners, ranks)
 
 
 def make_memory(
@@ -170,8 +172,9 @@ class RunnerGroup:
         memory: page table and pools of all of them.
     """
 
-    def __init__(self, runners: Sequence[ModelRunner]) -> None:
+    def __init__(self, runners: Sequence[ModelRunner], ranks: RankGroup | None = None) -> None:
         self.runners = tuple(runners)
+        self._ranks = ranks
         self.memory = runners[0].memory
         self._graph_owners: list[GraphOwner] = []
         assert all(runner.memory is self.memory for runner in runners)
@@ -196,6 +199,9 @@ class RunnerGroup:
         if self.target.device.type != "cpu":
             with start_phase("Running the largest steps once"):
                 self.target.warm_up(drafting=self.runners[1:])
+            if self._ranks is not None:
+                rows = self._ranks.least(self.target.max_prompt_rows)
+                self.target.max_prompt_rows = rows
 
     def capture_with(self, owner: GraphOwner) -> None:
         """Has `owner` capture its graphs now, and again whenever the runners' are captured. Then

@@ -275,6 +275,8 @@ class WeightPlaces:
             found = (each for each in self._names.borrowed[name] if lender.find(each) is not None)
             theirs = next(found)
             self.lent[name] = lender[theirs], lender.shared.get(theirs, theirs)
+            if (cut := lender.cut_of(theirs)) is not None:
+                self._cuts[name] = cut
 
     def own_name(self, name: str) -> str:
         """The model's name of a weight, which checkpoints may call otherwise."""
@@ -325,8 +327,7 @@ class WeightPlaces:
 
     def cut_of(self, name: str) -> Cut | None:
         """The part of a weight that this rank has; None: all."""
-        own_name = self.own_name(name)
-        return None if own_name in self.lent else self._cuts.get(own_name)
+        return self._cuts.get(self.own_name(name))
 
     def shape_of(self, name: str) -> list[int]:
         """The shape of a weight that is known to have a place, as checkpoints have it."""

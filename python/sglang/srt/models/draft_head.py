@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from sglang.srt.head_config import EMBEDDING, OUTPUT_HEAD, DraftHeadConfig, check_fits
-from sglang.srt.head_tensors import TARGET_TO_DRAFT
+from sglang.srt.head_tensors import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
 from sglang.srt.layers.linear import Embedding, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
@@ -30,21 +30,23 @@ OF_TARGET = {  # its names of what a head may have too
 class DraftHead(Model):
     """A head over a target. Before its first step it is given the target (`attach`).
 
+    Where several ranks hold the target, each has all of the head, whose layers need no sums.
+
     Its forward pass reads `ForwardBatch.hidden`. `ModelOutput.hidden` is what the next draft step
     reads there, and what `compute_logits` makes logits of.
 
     Its tokens, the columns of its logits, are those of the target, or fewer: `to_target_ids`.
 
     Attributes:
-        mask_token_id: of a head that drafts several tokens in one pass, the token of the rows from
-            which it does; None: it drafts one token after the other.
+        block_size: of a head that drafts a block of rows that see each other, how many there are,
+            that of the certain token included; None: other heads.
 
     Args:
         first: its first layer.
     """
 
     reads_one_row = True  # the last that the target keeps
-    mask_token_id: int | None = None
+    block_size: int | None = None
 
     def __init__(self, config: ModelConfig, max_positions: int, first: AttentionAndMLP) -> None:
         super().__init__()
@@ -57,6 +59,7 @@ class DraftHead(Model):
         self.layers = nn.ModuleList([first, *upper])
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
         self._shared: SharedModules | None = None
+        self._ranks: Collectives | None = None
         self.embed_tokens = Embedding(config.vocab_size, size) if config.own_embedding else None
         num_tokens = config.draft_vocab_size or config.vocab_size
         self.lm_head = Linear(size, num_tokens, bias=False) if config.own_output else None
@@ -65,10 +68,17 @@ class DraftHead(Model):
         self.register_buffer("hot_ids", torch.empty(0), persistent=False)
         if config.hot_token_ids:
             self.hot_head = Linear(size, len(config.hot_token_ids), bias=False)
+        self.d2t: torch.Tensor | None  # [draft_vocab_size] int64
+        self.register_buffer(DRAFT_TO_TARGET, None)
+        if config.draft_vocab_size is not None:
+            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            self.register_buffer(DRAFT_TO_TARGET, offsets)
+        may_miss = {DRAFT_TO_TARGET} if config.draft_vocab_size == config.vocab_size else set()
         self.checkpoint_names = CheckpointNames(
             prefixes=(*config.names, *_upper_norms(config.num_layers)),
             only=config.only,
             ignored=frozenset({TARGET_TO_DRAFT}),
+            zero_if_missing=frozenset(may_miss),
             computed=frozenset() if self.hot_head is None else frozenset({HOT_HEAD}),
             borrowed=OF_TARGET,
             lender=config.target,
@@ -87,16 +97,37 @@ class DraftHead(Model):
         self.hot_ids = torch.tensor(self._config.hot_token_ids, dtype=torch.int64)
         for name in self.checkpoint_names.zero_if_missing:
             self.state_dict(keep_vars=True)[name].zero_()
+        if self.d2t is not None:
+            self.d2t.zero_()  # without a file
 
-    def attach(self, target: Model) -> None:
+    def problem_of(self, name: str, values: torch.Tensor) -> str | None:
+        if name != DRAFT_TO_TARGET:
+            return None
+        ids = values.long() + torch.arange(len(values), device=values.device)
+        wrong = torch.nonzero((ids < 0) | (ids >= self._config.vocab_size))
+        if len(wrong):
+            first = int(wrong[0])
+            return (
+                f"that makes token {int(ids[first])} of the target of draft token {first}, but"
+                f" vocab_size is {self._config.vocab_size}"
+            )
+        tokens, counts = ids.unique(return_counts=True)
+        if len(tokens) < len(ids):
+            return f"that makes token {int(tokens[counts > 1][0])} of the target of several tokens"
+        return None
+
+    def attach(self, target: Model, ranks: Collectives | None = None) -> None:
         """Shares the target's embedding and output head, where it has none of its own: the modules,
         not copies.
+
+        Args:
+            ranks: that hold the target together; None: this process holds it all.
 
         Raises:
             ModelPathError: if the target has other sizes than the head was trained for.
         """
-        self._shared = shared = target.shared_modules()
-        embed_tokens = shared.embed_tokens
+        self._shared, self._ranks = target.shared_modules(), ranks
+        embed_tokens = self._shared.embed_tokens
         check_fits(self._config, embed_tokens.num_tokens, embed_tokens.embedding_dim)
         self.refresh()
 
@@ -104,8 +135,7 @@ class DraftHead(Model):
     def refresh(self) -> None:
         """Copies what it uses of the target's weights as rows: whenever those have changed."""
         if self.hot_head is not None:
-            weight = self._output.weight
-            torch.index_select(weight, 0, self.hot_ids, out=self.hot_head.weight)
+            self._output.copy_rows(self.hot_ids, self.hot_head.weight, self._ranks)
 
     @property
     def _target(self) -> SharedModules:
@@ -139,14 +169,32 @@ class DraftHead(Model):
     ) -> ModelOutput:
         assert not capture.layers, "A head has no layers to tap."
         hidden = hidden_of(batch, (self.hidden_width, self.draft_hidden_width))
+        x, residual = self.first_input(self._embedded(batch, runtime), hidden, runtime)
+        x, residual = self._through_layers(x, residual, batch, runtime, capture)
+        return ModelOutput(self.carried(x, residual, runtime))
+
+    def _embedded(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
+        """Returns the embedding of each row's token, [T, hidden_size]."""
         embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        x, residual = self.first_input(embed(batch.input_ids, runtime), hidden, runtime)
+        embedded: torch.Tensor = embed(batch.input_ids, runtime)
+        return embedded
+
+    def _through_layers(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        runtime: LayerRuntime,
+        capture: HiddenCapture,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors whose sum is the last layer's output, of the rows that are wanted; of
+        what the first layer reads, and the residual (None: the same)."""
         rotation, last = runtime.rotation(self.rotary.table), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             wanted = batch.read_index if index == last and not capture.all_rows else None
             x, residual = layer(x, residual, rotation, runtime, wanted)
         assert residual is not None  # there is a layer
-        return ModelOutput(self.carried(x, residual, runtime))
+        return x, residual
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         head = self._output if self.hot_head is None else self.hot_head
@@ -154,10 +202,14 @@ class DraftHead(Model):
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of this head's tokens, int64 of any shape."""
+        if self.d2t is not None:
+            return ids + self.d2t[ids]
         return ids if self.hot_head is None else self.hot_ids[ids]
 
     def target_ids(self) -> torch.Tensor | None:
         """The target's id of each of this head's tokens, [H] int64; None if they are the same."""
+        if self.d2t is not None:
+            return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         return None if self.hot_head is None else self.hot_ids
 
 

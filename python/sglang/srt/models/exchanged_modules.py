@@ -5,6 +5,8 @@ Whether they do is found out by running their code on small tensors, not by thei
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +15,11 @@ from torch import nn
 
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import FusedLinear, Linear
+from sglang.srt.shard import WHOLE, Cut, Shard
 
+QKV = ("q_proj", "k_proj", "v_proj")
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+COLUMNS, ROWS = "colwise", "rowwise"  # styles of transformers' plans: outputs, inputs are divided
 WRONG_CODE = (TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -29,18 +35,42 @@ class CurrentStep:
 
 
 class StepLinear(Linear):
-    """A linear layer of transformers' code, of inputs [..., in_features]."""
+    """A linear layer of transformers' code, of inputs [..., in_features].
 
-    def __init__(self, replaced: nn.Linear, step: CurrentStep) -> None:
-        super().__init__(replaced.in_features, replaced.out_features, replaced.bias is not None)
-        self.weight, self.bias = replaced.weight, replaced.bias
-        self._step = step
+    Args:
+        cut: the part of its outputs (dimension 0 of the weight) or of its inputs (dimension 1) that
+            this rank has; None: all. Of inputs, the output is the sum of what ranks compute.
+    """
+
+    def __init__(self, replaced: nn.Linear, step: CurrentStep, cut: Cut | None = None) -> None:
+        sizes = [replaced.out_features, replaced.in_features]
+        if cut is not None:
+            sizes[cut.dim] = cut.size
+        super().__init__(sizes[1], sizes[0], replaced.bias is not None)
+        if cut is None:  # it may be another module's weight too
+            self.weight, self.bias = replaced.weight, replaced.bias
+        self.cut, self._step = cut, step
+
+    @property
+    def num_outputs(self) -> int:
+        """Output features on all ranks together."""
+        is_cut = self.cut is not None and self.cut.dim == 0
+        return self.cut.whole if is_cut and self.cut is not None else self.out_features
 
     def forward(self, x: torch.Tensor, runtime: LayerRuntime | None = None) -> torch.Tensor:
         runtime = runtime or self._step.runtime
         if runtime is None:
             return F.linear(x, self.weight, self.bias)
-        return runtime.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+        is_sum = self.cut is not None and self.cut.dim == 1
+        out = runtime.linear(x.flatten(0, -2), self.weight, None if is_sum else self.bias)
+        if is_sum:
+            out = runtime.ranks.sum(out)
+            out = out if self.bias is None else out.add_(self.bias)
+        return out.unflatten(0, x.shape[:-1])
+
+    def cut_of(self, parameter: str) -> Cut | None:
+        is_whole = self.cut is None or (self.cut.dim == 1 and parameter == "bias")
+        return None if is_whole else self.cut
 
 
 class StepNorm(nn.Module):
@@ -64,11 +94,14 @@ class StepNorm(nn.Module):
 class StepGatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with one product for gate and up."""
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Module, step: CurrentStep) -> None:
+    def __init__(
+        self, gate: StepLinear, up: StepLinear, down: nn.Module, step: CurrentStep, shard: Shard
+    ) -> None:
         super().__init__()
-        sizes = (gate.out_features, up.out_features)
+        names, sizes = ("gate_proj", "up_proj"), (gate.num_outputs, up.num_outputs)
+        own_shard = WHOLE if gate.cut is None else shard
         has_bias = gate.bias is not None
-        self.gate_up_proj = FusedLinear(gate.in_features, ("gate_proj", "up_proj"), sizes, has_bias)
+        self.gate_up_proj = FusedLinear(gate.in_features, names, sizes, has_bias, own_shard)
         self.down_proj = down
         self._step = step
 
@@ -84,13 +117,57 @@ class StepGatedMLP(nn.Module):
         return out
 
 
-def exchange(model: nn.Module, step: CurrentStep) -> None:
-    """Exchanges what it knows among the modules below a model, which has no memory yet."""
-    for parent in list(model.modules()):
+class JoinedProducts:
+    """The products of several linear layers over one input, computed as one when the first of them
+    is called, and kept until each has been given."""
+
+    def __init__(self, joined: FusedLinear, step: CurrentStep) -> None:
+        self._joined, self._step = joined, step
+        self._input: torch.Tensor | None = None
+        self._left = list[torch.Tensor | None]()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product of one of the layers with x [..., in_features]."""
+        joined, runtime = self._joined, self._step.runtime
+        if x is not self._input or self._left[index] is None:
+            if runtime is None:
+                out = F.linear(x, joined.weight, joined.bias)
+            else:
+                out = runtime.linear(x.flatten(0, -2), joined.weight, joined.bias)
+                out = out.unflatten(0, x.shape[:-1])
+            self._input, self._left = x, [*out.split(joined.shard_sizes, dim=-1)]
+        found, self._left[index] = self._left[index], None
+        assert found is not None
+        if not any(each is not None for each in self._left):
+            self._input = None
+        return found
+
+
+class StepPart(nn.Module):
+    """One of several linear layers over one input. The module that joins them has its weight."""
+
+    def __init__(self, products: JoinedProducts, index: int) -> None:
+        super().__init__()
+        self._products, self._index = products, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._products.part(self._index, x)
+
+
+def exchange(model: nn.Module, step: CurrentStep, shard: Shard, plan: Mapping[str, str]) -> None:
+    """Exchanges what it knows among the modules below a model, which has no memory yet.
+
+    Args:
+        shard: the part that this rank has.
+        plan: transformers' plan of how ranks divide linear layers, by names in which `*` stands for
+            a number. Layers that it divides in other ways than COLUMNS and ROWS stay whole.
+    """
+    for path, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             found: nn.Module | None = None
             if type(module) is nn.Linear:
-                found = StepLinear(module, step)
+                style = plan.get(re.sub(r"\b\d+\b", "*", f"{path}.{name}"))
+                found = StepLinear(module, step, _cut(module, style, shard))
             elif (eps := eps_of_rms_norm(module)) is not None:
                 found = StepNorm(module, eps, step)
             if found is not None:
@@ -98,12 +175,36 @@ def exchange(model: nn.Module, step: CurrentStep) -> None:
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if is_gated_mlp(module):
-                parts = (module.get_submodule(each) for each in ("gate_proj", "up_proj"))
-                gate, up = parts
-                assert isinstance(gate, nn.Linear)
-                assert isinstance(up, nn.Linear)
-                down = module.get_submodule("down_proj")
-                setattr(parent, name, StepGatedMLP(gate, up, down, step))
+                gate, up, down = (module.get_submodule(each) for each in GATED_MLP)
+                assert isinstance(gate, StepLinear)
+                assert isinstance(up, StepLinear)
+                setattr(parent, name, StepGatedMLP(gate, up, down, step, shard))
+        _join(parent, step, shard)
+
+
+def _join(parent: nn.Module, step: CurrentStep, shard: Shard) -> None:
+    """Joins the layers of queries, keys and values, if a module has them."""
+    children = dict(parent.named_children())
+    found = [each for name in QKV if isinstance(each := children.get(name), StepLinear)]
+    forms = {(each.in_features, each.bias is None, each.cut is None) for each in found}
+    if len(found) < len(QKV) or len(forms) > 1:
+        return
+    size, has_no_bias, is_whole = forms.pop()
+    sizes, own_shard = tuple(each.num_outputs for each in found), WHOLE if is_whole else shard
+    joined = FusedLinear(size, QKV, sizes, not has_no_bias, own_shard)
+    parent.add_module("qkv_proj", joined)
+    products = JoinedProducts(joined, step)
+    for index, name in enumerate(QKV):
+        setattr(parent, name, StepPart(products, index))
+
+
+def _cut(module: nn.Linear, style: str | None, shard: Shard) -> Cut | None:
+    """Returns the part of a linear layer that a rank has, by a style of transformers' plans."""
+    if shard.is_whole or style not in (COLUMNS, ROWS):
+        return None
+    return (
+        shard.cut(0, module.out_features) if style == COLUMNS else shard.cut(1, module.in_features)
+    )
 
 
 def eps_of_rms_norm(module: nn.Module) -> float | None:
@@ -127,20 +228,19 @@ def is_gated_mlp(module: nn.Module) -> bool:
     """Tells whether a module computes down(silu(gate(x)) * up(x)) by linear layers of these
     names."""
     parts = dict(module.named_children())
-    linears = [parts.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    linears = [parts.pop(name, None) for name in GATED_MLP]
     if not all(type(each) is StepLinear for each in linears):
         return False
     gate, up, _ = linears
     assert isinstance(gate, StepLinear)
     assert isinstance(up, StepLinear)
-    if (gate.bias is None) != (up.bias is None) or gate.in_features != up.in_features:
+    if (gate.bias is None, gate.cut) != (up.bias is None, up.cut):
         return False
     if any(True for each in parts.values() for _ in each.parameters()):
         return False
     x, weight = _sample(3, 8), _sample(3, 8, 8)
     own = {name: each for name, each in vars(module).items() if not name.startswith("_")}
-    names = ("gate_proj", "up_proj", "down_proj")
-    products = {name: _Product(weight[index]) for index, name in enumerate(names)}
+    products = {name: _Product(weight[index]) for index, name in enumerate(GATED_MLP)}
     try:
         found = type(module).forward(SimpleNamespace(**{**own, **parts, **products}), x)
     except WRONG_CODE:

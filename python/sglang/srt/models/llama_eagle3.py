@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from sglang.srt.head_config import DraftHeadConfig
-from sglang.srt.head_tensors import DRAFT_TO_TARGET
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Linear
 from sglang.srt.model_config import ModelConfig
@@ -58,35 +55,6 @@ class LlamaForCausalLMEagle3(DraftHead):
             self.mask_token_id = head.mask.token_id
             shape = (1,) * (head.mask.num_dims - 1) + (self.hidden_width,)
             self.mask_hidden = nn.Parameter(torch.empty(shape), requires_grad=False)
-        self.d2t: torch.Tensor | None  # [draft_vocab_size] int64
-        self.register_buffer(DRAFT_TO_TARGET, None)
-        if head.draft_vocab_size is not None:
-            offsets = torch.zeros(head.draft_vocab_size, dtype=torch.int64)
-            self.register_buffer(DRAFT_TO_TARGET, offsets)
-        if head.draft_vocab_size == head.vocab_size:
-            may_miss = frozenset({DRAFT_TO_TARGET})
-            self.checkpoint_names = replace(self.checkpoint_names, zero_if_missing=may_miss)
-
-    def complete(self) -> None:
-        super().complete()
-        if self.d2t is not None:
-            self.d2t.zero_()  # without a file
-
-    def problem_of(self, name: str, values: torch.Tensor) -> str | None:
-        if name != DRAFT_TO_TARGET:
-            return None
-        ids = values.long() + torch.arange(len(values), device=values.device)
-        wrong = torch.nonzero((ids < 0) | (ids >= self._config.vocab_size))
-        if len(wrong):
-            first = int(wrong[0])
-            return (
-                f"that makes token {int(ids[first])} of the target of draft token {first}, but"
-                f" vocab_size is {self._config.vocab_size}"
-            )
-        tokens, counts = ids.unique(return_counts=True)
-        if len(tokens) < len(ids):
-            return f"that makes token {int(tokens[counts > 1][0])} of the target of several tokens"
-        return None
 
     def first_input(
         self, embedded: torch.Tensor, hidden: torch.Tensor, runtime: LayerRuntime
@@ -127,11 +95,3 @@ class LlamaForCausalLMEagle3(DraftHead):
         if not self._carries_normed:
             hidden, _ = self.norm(hidden, None, runtime)
         return super().compute_logits(hidden, runtime)
-
-    def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().to_target_ids(ids) if self.d2t is None else ids + self.d2t[ids]
-
-    def target_ids(self) -> torch.Tensor | None:
-        if self.d2t is None:
-            return super().target_ids()
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

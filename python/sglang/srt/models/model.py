@@ -81,6 +81,8 @@ class Model(nn.Module):
             reads tokens alone.
         draft_hidden_width: the same of the rows of draft steps: the width of `ModelOutput.hidden`.
         reads_one_row: no step reads more than one row of a request, whatever it is used for.
+        mask_token_id: of a head that drafts several tokens in one pass, the token of the rows from
+            which it does; None: others.
         checkpoint_names: see there.
     """
 
@@ -89,6 +91,7 @@ class Model(nn.Module):
     hidden_width: int = 0
     draft_hidden_width: int = 0
     reads_one_row: bool = False
+    mask_token_id: int | None = None
     checkpoint_names = CheckpointNames()
 
     def complete(self) -> None:

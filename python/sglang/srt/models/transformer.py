@@ -99,6 +99,15 @@ class Attention(nn.Module):
         attended = runtime.attend(self.layer, heads, rotation)
         return self.o_proj(attended if wanted is None else attended[wanted], runtime)
 
+    def store(self, x: torch.Tensor, rotation: torch.Tensor, runtime: LayerRuntime) -> None:
+        """Stores K and V of x [T, input_size], and attends nothing."""
+        heads = self.qkv_proj.without_first(x, runtime).view(x.shape[0], -1, self.head_dim)
+        if self.has_qk_norm:
+            k, v = heads.split((self.num_kv_heads, self.num_kv_heads), dim=1)
+            k, _ = self.k_norm(k, None, runtime)
+            heads = torch.cat((k, v), dim=1)
+        runtime.store(self.layer, heads, rotation)
+
 
 class GatedMLP(nn.Module):
     """SwiGLU feed-forward layer (arXiv 2002.05202)."""

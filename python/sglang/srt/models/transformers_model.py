@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,7 +20,14 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
-from sglang.srt.transformers_config import in_one_line, model_class, read_config, text_entries
+from sglang.srt.shard import WHOLE
+from sglang.srt.transformers_config import (
+    Entries,
+    in_one_line,
+    model_class,
+    read_config,
+    text_entries,
+)
 
 ATTENTION = "paged_pool"  # its name in transformers' attention interface
 # What models pass to attention beside the form of scores and the window, and what may be there
@@ -107,12 +113,14 @@ class TransformersModel(Model):
         super().__init__()
         self._config, self._step = config, TransformersStep()
         code = _make(config)
-        problem = _note_calls(code, self._step) or _why_not_calls(self._step.calls, config)
+        exchange(code.base_model, self._step, config.shard, code.config.base_model_tp_plan or {})
+        exchange(code, self._step, WHOLE, {})
+        calls, entries = self._step.calls, Entries(code.config)
+        problem = _note_calls(code, self._step) or _why_not_calls(calls, config, entries)
         if problem is not None:
             raise config.refusal(problem)
-        self.windows = tuple(call.options.get("sliding_window") for call in self._step.calls)
-        self.scores = _scores_of(self._step.calls[0])
-        exchange(code, self._step)
+        self.windows = tuple(call.options.get("sliding_window") for call in calls)
+        self.scores = _scores_of(calls[0])
         _tap_layers(code.base_model, config.num_layers, self._step)
         for name, module in code.named_children():
             self.add_module(name, module)
@@ -200,8 +208,7 @@ def _make(config: ModelConfig) -> Any:
     made = read_config({**entries, "num_hidden_layers": count})
     made._attn_implementation = ATTENTION
     try:
-        with initialization.no_init_weights():
-            return model_class(made)(made).eval()
+        return model_class(made)(made).eval()
     except WRONG_CODE as error:
         raise config.refusal(f"transformers cannot make the model ({in_one_line(error)})") from None
 
@@ -259,13 +266,16 @@ def _plain_tensors(code: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
+def _why_not_calls(calls: list[LayerCall], config: ModelConfig, entries: Entries) -> str | None:
     """Says why these calls of attention cannot be served; None if they can."""
     if [call.layer for call in calls] != list(range(config.num_layers)):
         return "its layers do not each call attention once, in their order"
     size = config.head_dim
-    heads = (config.num_heads, config.num_kv_heads, size, size, size)
+    num_heads, num_kv_heads = map(config.shard.part, (config.num_heads, config.num_kv_heads))
+    heads = (num_heads, num_kv_heads, size, size, size)
     for call in calls:
+        if call.heads != heads and call.heads[:2] == (config.num_heads, config.num_kv_heads):
+            return "transformers has no plan to divide its heads among ranks; leave --tp-size out"
         if call.heads != heads:
             return (
                 f"layer {call.layer} has query heads, KV heads and sizes of heads {call.heads}, but"
@@ -276,12 +286,10 @@ def _why_not_calls(calls: list[LayerCall], config: ModelConfig) -> str | None:
                 return f"layer {call.layer} gives attention {name!r}, which is not supported"
     if any(_scores_of(call) != _scores_of(calls[0]) for call in calls):
         return "its layers scale or cap the scores of attention differently"
-    types = text_entries(config.hf).get("layer_types")
-    windows = [call.options.get("sliding_window") for call in calls]
-    if isinstance(types, list):
-        has_window = [name == "sliding_attention" for name in types[: config.num_layers]]
-        if [window is not None for window in windows] != has_window:
-            return "its code does not tell attention which layers have a sliding window"
+    types = entries("layer_types") or ["sliding_attention"] * config.num_layers
+    has_window = [entries("sliding_window") and name == "sliding_attention" for name in types]
+    if [bool(call.options.get("sliding_window")) for call in calls] != [*map(bool, has_window)]:
+        return "its code does not tell attention which layers have a sliding window"
     return None
 
 

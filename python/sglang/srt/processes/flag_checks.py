@@ -65,7 +65,7 @@ def check_flags(
     context_len = context_len_of(args, model)
     num_threads_of(args, host.num_cores)
     check_hidden_flags(args, model)
-    check_ranks(args, model, devices)
+    check_ranks(args, model)
     problems = [attention_problem(args, model, device) for device in devices]
     if all(problems):
         raise ConfigError(str(problems[-1]))

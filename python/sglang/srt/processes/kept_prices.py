@@ -62,7 +62,7 @@ def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
 def _read(path: Path, runner: ModelRunner) -> PriceTable | None:
     """Gives the prices of a file that holds those of a runner."""
     try:
-        kept = read_profile(path, Kept[KeptTable])
+        kept = read_profile(path, Kept[KeptTable], runner)
         return None if kept is None else kept.checked(runner).table_of(runner)
     except ProfileError as error:
         logger.warning("%s: %s; measured again.", path, error)

@@ -7,9 +7,11 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
 from sglang.srt.distributed.group import RankGroup, RankLostError
@@ -17,8 +19,10 @@ from sglang.srt.environ import Environ
 from sglang.srt.messages.ipc import IpcAddresses
 from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.observability.start_log import start_phase
 from sglang.srt.platform import Platform
 from sglang.srt.processes.end_of_text import with_tokenizer_eos
+from sglang.srt.processes.rank_flags import check_devices
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.tokenizer_flags import tokenizer_folder
 from sglang.srt.processes.worker_factory import drafter_models, make_worker, measure_prices
@@ -88,15 +92,19 @@ def make_model_parts(
         logger.warning("%s", warning)
     model = replace(model, shard=WHOLE if ranks is None else ranks.shard)
     platform = Platform.probe()
+    if ranks is not None:
+        check_devices(args, ranks.texts(platform.device_name))
     config = resolve(args, platform, model, environ)
     draft_models = drafter_models(config.drafter, config.execution)
     kept = None
     if config.execution.device != "cpu":
         kept = use_cache(platform, private_cache).prices
+        if ranks is not None:
+            with start_phase("Connecting the GPUs of all ranks"):
+                execution = config.execution
+                ranks.connect_gpus(execution.device, getattr(torch, execution.dtype))
     runners = make_runners(config.execution, *draft_models, ranks=ranks)
-    alone: AbstractContextManager[None] = nullcontext() if ranks is None else ranks.alone()
-    with alone:  # measuring takes another time on each rank, and so another number of steps
-        prices = measure_prices(config, runners.target, kept)
+    prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace if is_first else None
     trace = None if path is None or config.mtp is None else DebugTrace(path)
     worker = make_worker(

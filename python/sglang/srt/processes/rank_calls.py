@@ -112,7 +112,7 @@ class RankedWeights(ModelWeights):
         """Copies staged weights into place on all ranks, or on none."""
         names = sorted(staged)
         self._call(APPLY, *names)
-        whole = {name: staged[name].contiguous() for name in names}
+        whole = {name: staged[name].cpu().contiguous() for name in names}
         if problem := self._take(whole):
             raise WeightUpdateError(problem)
 
@@ -122,8 +122,9 @@ class RankedWeights(ModelWeights):
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """The whole of a weight, which no step reads; None if there is no such weight."""
-        if self._own.cut_of(name) is None:
-            return self._own.value_of(name)
+        part = self._own.value_of(name)
+        if part is None or self._own.cut_of(name) is None:
+            return part
         self._call(JOIN, name)
         return self._joined(name)
 
@@ -135,7 +136,8 @@ class RankedWeights(ModelWeights):
         part, cut = self._own.value_of(name), self._own.cut_of(name)
         assert part is not None
         assert cut is not None
-        columns = part.detach()[None] if part.dim() == 1 else part.detach()
+        part = part.detach().cpu()  # steps may leave a GPU no memory for the whole
+        columns = part[None] if part.dim() == 1 else part
         if cut.dim == 0 and part.dim() == 2:
             columns = columns.t()
         whole = self._ranks.join(columns, cut.whole)

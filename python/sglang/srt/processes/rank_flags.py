@@ -7,28 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.registry import TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 
-WITH_RANKS = (None, "NGRAM")  # values of --speculative-algorithm
 
-
-def check_ranks(args: ServerArgs, model: ModelConfig, devices: Sequence[str]) -> None:
+def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
     """Looks whether --tp-size ranks can hold the model, and do what other flags ask for.
-
-    Args:
-        devices: that there may be.
 
     Raises:
         ConfigError: with the numbers, or the name of what is not built yet.
     """
     if args.tp_size == 1:
         return
-    if model.impl == TRANSFORMERS:
-        raise ConfigError(
-            f"--tp-size {args.tp_size} with transformers' modelling code, which computes"
-            f" {model.architecture}, is not built yet; leave --tp-size out."
-        )
     sizes = {
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
@@ -40,17 +29,30 @@ def check_ranks(args: ServerArgs, model: ModelConfig, devices: Sequence[str]) ->
             f"--tp-size {args.tp_size} does not divide the model's {' and '.join(wrong)}; each rank"
             f" gets the same number. Ranks may be {_ranks_of(sizes.values())}."
         )
-    algorithm = args.speculative_algorithm
-    if algorithm not in WITH_RANKS:
+
+
+def check_devices(args: ServerArgs, names: Sequence[str]) -> None:
+    """Looks whether ranks have devices that compute alike, so that all draw the same tokens.
+
+    Args:
+        names: of the ranks' GPUs, `cpu` where a rank finds none.
+
+    Raises:
+        ConfigError: on all ranks, for the same reason.
+    """
+    if args.device == "cpu" or len({*names}) == 1:
+        return
+    lacking = [str(rank) for rank, name in enumerate(names) if name == "cpu"]
+    if lacking:
         raise ConfigError(
-            f"--tp-size {args.tp_size} with --speculative-algorithm {algorithm} is not built yet;"
-            " start without one of them, or use NGRAM."
+            f"--tp-size {args.tp_size} needs a GPU for each rank, and torch finds none for rank"
+            f" {' and '.join(lacking)}: see `nvidia-smi`, --base-gpu-id and CUDA_VISIBLE_DEVICES,"
+            " or use --device cpu."
         )
-    if "cpu" not in devices:
-        raise ConfigError(
-            f"--tp-size {args.tp_size} on GPUs is not built yet; start one server per GPU behind a"
-            " router, or use --device cpu."
-        )
+    raise ConfigError(
+        f"--tp-size {args.tp_size} needs equal GPUs, and the ranks have {', '.join(names)}: choose"
+        " others by CUDA_VISIBLE_DEVICES."
+    )
 
 
 def _ranks_of(sizes: Iterable[int]) -> str:

@@ -73,18 +73,29 @@ def fixed_rounds(asked: Asked, num_steps: int, num_free: int) -> RoundOptions:
     )
 
 
-def model_rounds(asked: Asked, num_free: int) -> RoundOptions:
-    """Makes the options of a head or a model that drafts; `num_free` is that of `RoundOptions`."""
+def model_rounds(asked: Asked, num_free: int, block_size: int | None = None) -> RoundOptions:
+    """Makes the options of a head or a model that drafts; `RoundOptions` has the arguments."""
     args, tree = asked.args, _tree(asked.args)
     if tree is not None:
         return replace(fixed_rounds(asked, tree.depth, num_free), tree=tree)
-    rounds = fixed_rounds(asked, num_drafts(args, STEPS, CHAIN_STEPS), num_free)
+    most = CHAIN_STEPS if block_size is None else block_size - 1
+    num_steps = num_drafts(args, STEPS, most)
+    if block_size is not None:
+        _check_block(args, num_steps, block_size)
+    rounds = replace(fixed_rounds(asked, num_steps, num_free), block_size=block_size)
     if not args.speculative_adaptive:
         return rounds if asked.is_fixed else replace(rounds, tier_policy="load_aware")
     if args.speculative_load_aware is not None:
         problem = f"decides how many tokens are drafted, as {as_flag(LOAD_AWARE)} does"
         raise Refusal(as_flag(ADAPTIVE), problem, "leave out one of them")
     return _adaptive(args, rounds)
+
+
+def _check_block(args: ServerArgs, num_steps: int, block_size: int) -> None:
+    if num_steps >= block_size:
+        [name, *_] = [name for name in (STEPS, TOKENS) if vars(args)[name] is not None]
+        problem = f"drafts {num_steps} tokens, but the head's blocks have {block_size - 1}"
+        raise Refusal(as_flag(name, vars(args)[name]), problem, "lower it or leave it out")
 
 
 def num_drafts(args: ServerArgs, leading: str, default: int) -> int:
@@ -123,6 +134,8 @@ def _adaptive(args: ServerArgs, rounds: RoundOptions) -> RoundOptions:
     strategy, initial = strategy_of(args), rounds.num_steps
     if args.speculative_adaptive_config is None and strategy == THROUGHPUT:
         most, config = max(initial, THROUGHPUT_STEPS), None
+        if rounds.block_size is not None:
+            most = min(most, rounds.block_size - 1)
     else:
         config = read_adaptive_config(args.speculative_adaptive_config)
         place = as_flag(CONFIG, args.speculative_adaptive_config or DEFAULT_PRESET)
@@ -133,6 +146,9 @@ def _adaptive(args: ServerArgs, rounds: RoundOptions) -> RoundOptions:
         if most == 0:
             problem = "drafts nothing: no slot has candidate_steps above 0"
             raise Refusal(place, problem, f"give one, or leave out {as_flag(ADAPTIVE)}")
+        if rounds.block_size is not None and most >= rounds.block_size:
+            problem = f"drafts {most} tokens, but the head's blocks have {rounds.block_size - 1}"
+            raise Refusal(place, problem, "write a configuration of fewer")
         wishes = [name for name in (STEPS, TOKENS) if vars(args)[name] is not None]
         if not wishes:
             initial = candidates[len(candidates) // 2]

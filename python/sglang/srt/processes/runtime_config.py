@@ -81,7 +81,7 @@ def resolve(
     """
     check_numbers(args)
     device = _device(args, platform)
-    check_ranks(args, model, [device])
+    check_ranks(args, model)
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
     captures = _captures_graphs(args, device)

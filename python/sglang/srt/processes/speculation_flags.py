@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.flag_values import as_flag
 from sglang.srt.head_config import load_head_config
-from sglang.srt.head_layouts import EAGLE, EAGLE3, NEXTN
+from sglang.srt.head_layouts import DFLASH, EAGLE, EAGLE3, NEXTN
 from sglang.srt.hub_models import MAIN
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.processes.config_error import ConfigError, Refusal
@@ -212,6 +212,15 @@ def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     return EagleConfig(head, rounds, asked.suppressed_token_ids)
 
 
+def _dflash(asked: Asked) -> EagleConfig:
+    args, path = asked.args, str(asked.args.speculative_draft_model_path)
+    more = args.speculative_token_map, as_flag(DRAFT_PATH)
+    head = load_head_config(path, DFLASH, asked.model, *more)
+    assert head.mask is not None, "A head of DFlash has a block."
+    rounds = model_rounds(asked, num_free=0, block_size=head.mask.block_size)
+    return EagleConfig(head, rounds, asked.suppressed_token_ids)
+
+
 def _standalone(asked: Asked) -> StandaloneConfig:
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=0)
     path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
@@ -287,6 +296,13 @@ ALGORITHMS = {
     SpeculativeAlgorithm.EAGLE: a_head(options=partial(_eagle, EAGLE)),
     SpeculativeAlgorithm.EAGLE3: a_head(options=partial(_eagle, EAGLE3)),
     SpeculativeAlgorithm.NEXTN: a_head(options=partial(_eagle, NEXTN), draft_model=None),
+    SpeculativeAlgorithm.DFLASH: Algorithm(
+        drafter="dflash",
+        flags=OF_ALL | OF_HEADS - {TOPK},
+        options=_dflash,
+        draft_model="a head of DFlash that was trained for this model",
+        instead={TOPK: "leave it out: a block is a chain"},
+    ),
     SpeculativeAlgorithm.STANDALONE: Algorithm(
         drafter="standalone",
         flags=OF_ALL | OF_MODELS,

@@ -109,7 +109,8 @@ class NgramConfig:
     corpus: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        assert not self.rounds.has_draft_steps, "Drafts of n-grams need no draft steps."
+        assert self.rounds.tree is None, "Drafts of n-grams need no draft steps."
+        assert self.rounds.num_steps <= self.rounds.num_free, "Drafts of n-grams need none."
         assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."
 
 

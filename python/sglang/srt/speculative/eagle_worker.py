@@ -79,9 +79,8 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
-        options: EagleConfig = parts.options
-        rounds, has_masks = options.rounds, options.head.mask is not None
-        prices = measured_rounds(parts, rounds.policy.may_rest, drafts_at_once=has_masks)
+        rounds = parts.options.rounds
+        prices = measured_rounds(parts, rounds.policy.may_rest)
         return PlannedDrafter(planner_of_rounds(rounds, parts, prices), cls(parts))
 
     def extend(self, step: ComputedStep) -> torch.Tensor:

@@ -17,15 +17,12 @@ from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 
 
-def measured_rounds(
-    parts: DrafterParts, may_rest: bool = False, drafts_at_once: bool = False
-) -> MeasuredRoundPrices | None:
+def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoundPrices | None:
     """Returns prices of rounds, of which those of the drafter's model are measured here or taken
     from the cache; the drafter's options have `rounds`. None where nothing goes by them.
 
     Args:
         may_rest: that model is left out of steps where no drafts pay, if it can be.
-        drafts_at_once: see `MeasuredRoundPrices`.
     """
     rounds: RoundOptions = parts.options.rounds
     target_prices = parts.prices
@@ -45,7 +42,8 @@ def measured_rounds(
         tree=rounds.tree,
         max_requests=num_rows,
         can_rest=may_rest and head.config.may_rest,
-        drafts_at_once=drafts_at_once,
+        drafts_at_once=head.model.mask_token_id is not None,
+        num_free=1 if rounds.block_size is None else 0,
     )
 
 

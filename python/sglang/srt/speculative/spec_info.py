@@ -12,6 +12,7 @@ class SpeculativeAlgorithm(StrEnum):
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
     NEXTN = "NEXTN"  # a layer of the model itself, if no head is named
+    DFLASH = "DFLASH"
     STANDALONE = "STANDALONE"
     NGRAM = "NGRAM"  # drafts from earlier text and has no draft model
 

@@ -81,10 +81,14 @@ class ServingWeights:
         """
         if DRAFT not in parts:
             return
-        for name, (place, theirs) in self._stores[DRAFT].places.lent.items():
-            given = parts[DRAFT].get(name)
-            value = parts[TARGET].get(theirs, place)
-            if given is not None and not have_equal_values(given, value, place.dtype):
+        places = self._stores[DRAFT].places
+        for name, (place, theirs) in places.lent.items():
+            if name not in parts[DRAFT]:
+                continue
+            given, value = places.part_of(name, parts[DRAFT][name]), place
+            if theirs in parts[TARGET]:
+                value = places.part_of(name, parts[TARGET][theirs])
+            if not have_equal_values(given, value, place.dtype):
                 raise WeightUpdateError(
                     f"The update has {name} of the draft model with other values than the target's"
                     f" {theirs}, but this draft model was loaded with equal ones and uses the"

@@ -137,8 +137,6 @@ class TpModelWorker:
         copied = None if lens is None else HostCopy([lens.clone()])
         self._planner.admit(batch.new_rows)
         plan = self._planner.plan(batch, self._known_lens(copied))
-        self._left_out.prepare(batch, plan)
-        self._drafter.prepare(batch, plan)
         scores = None
         if plan.wants_scores:
             assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
@@ -149,7 +147,6 @@ class TpModelWorker:
     def follow(self, batch: ScheduleBatch, plan: StepPlan) -> None:
         """Runs a step that another process has decided (`begin`), without a result."""
         self._admit(batch)
-        self._drafter.prepare(batch, plan)
         self.run(batch, StepRecord(rows=batch.rows, plan=plan))
 
     def _admit(self, batch: ScheduleBatch) -> None:
@@ -168,6 +165,8 @@ class TpModelWorker:
     def run(self, batch: ScheduleBatch, record: StepRecord) -> GenerationBatchResult:
         """Executes a step that has begun."""
         plan = record.plan
+        self._left_out.prepare(batch, plan)
+        self._drafter.prepare(batch, plan)
         verified = None if self._rounds is None else self._rounds.verify(batch, plan)
         if verified is None:
             return self._run_pieces(batch, record)

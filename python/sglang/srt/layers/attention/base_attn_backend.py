@@ -38,6 +38,7 @@ class AttentionCapabilities:
             of a plan depends on the key alone. So one graph may have several such steps, each
             planned in the capture, and a replay plans nothing.
         reads_kv_starts: it obeys `MHATokenToKVPool.kv_starts`.
+        folds_rows: it obeys `ForwardBatch.num_folded`.
         shares_kv: it gains from `ForwardBatch.shared_prefixes`, in graphs of their own.
     """
 
@@ -52,6 +53,7 @@ class AttentionCapabilities:
     reads_kv_starts: bool
     shares_kv: bool = False
     max_mask_entries: int | None = None
+    folds_rows: bool = False
 
     def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:
         """Reasons why the backend cannot serve this configuration; empty when it can."""
@@ -135,7 +137,7 @@ class AttentionBackend(Protocol):
 
         Args:
             layer: index of the layer.
-            q: [T, num_heads, head_dim], any strides but the last.
+            q: [T, num_heads, head_dim], any strides but the last; see `ForwardBatch.num_folded`.
 
         Returns:
             [T, num_heads * head_dim].

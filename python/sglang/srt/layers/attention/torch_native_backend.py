@@ -79,6 +79,7 @@ class TorchNativeBackend:
             reads_q_starts=False,
             captures_plans=False,
             reads_kv_starts=True,
+            folds_rows=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -124,7 +124,7 @@ class TritonBackend:
         self._many_workspace = torch.full((size,), float("nan"), device=self._device)
         self._shared: SharedPrefixAttention | None = None
         self._shares_kv = False
-        self._uniform: dict[int, torch.Tensor] = {}
+        self._uniform: dict[tuple[int, int], torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
         self._no_items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._few: list[FewRows] = []
@@ -150,6 +150,7 @@ class TritonBackend:
             reads_q_starts=True,
             captures_plans=True,
             reads_kv_starts=True,
+            folds_rows=True,
             shares_kv=True,
         )
 
@@ -172,7 +173,8 @@ class TritonBackend:
         if batch.graph_key is not None:
             self._plan_graph(batch, batch.graph_key, prompts)
         elif len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= self._limits.few:
-            self._plan_uniform(batch.q_lens[0], len(batch.q_lens), max(batch.kv_len_upper_bounds))
+            longest = max(batch.kv_len_upper_bounds)
+            self._plan_uniform(batch.q_lens[0], len(batch.q_lens), longest, batch.num_folded)
             if batch.shared_prefixes:
                 self._plan_shared(batch.shared_prefixes)
         else:
@@ -219,10 +221,15 @@ class TritonBackend:
             return self._prompts.plan_graph(batch.graph_key, q_lens, kv_lens)
         return self._prompts.plan(q_lens, kv_lens)
 
-    def _plan_uniform(self, q_len: int, count: int, longest: int) -> None:
-        """Plans `count` requests of the same few rows."""
-        items = self._uniform_items(q_len, count)
-        self._few = [self._few_rows(items, q_len, longest, self._wide_workspace)]
+    def _plan_uniform(self, q_len: int, count: int, longest: int, num_folded: int = 1) -> None:
+        """Plans `count` requests of the same few rows, each with `num_folded` times the heads."""
+        items, most_rows = self._uniform_items(q_len, count), q_len * num_folded
+        if most_rows <= self._limits.few:
+            self._few = [self._few_rows(items, most_rows, longest, self._wide_workspace)]
+        else:  # larger than the workspace is made for
+            size = triton.next_power_of_2(most_rows * self._group)
+            tiles = replace(self._tuning.few, block_m=size)
+            self._few = [FewRows(items, tiles, 1, self._wide_workspace)]
         self._many = ManyRows(self._no_items, self._tuning.extend, None)
 
     def _plan_shared(self, prefixes: list[SharedPrefix]) -> None:
@@ -256,7 +263,7 @@ class TritonBackend:
         `prompts` are empty."""
         longest = self._table.shape[1]
         if key.is_uniform and key.width <= self._limits.few:
-            self._plan_uniform(key.width, key.num_reqs, longest)
+            self._plan_uniform(key.width, key.num_reqs, longest, batch.num_folded)
             if key.shares_kv:
                 self._plan_shared(batch.shared_prefixes)
             return
@@ -339,12 +346,13 @@ class TritonBackend:
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
         """[count, 4]: the items of any step in which each request feeds q_len rows. They are never
         moved, since graphs hold their address."""
-        if q_len not in self._uniform:
-            requests = range(self._table.shape[0])
+        share = triton.cdiv(count, self._table.shape[0])  # several requests per row are of blocks
+        if (q_len, share) not in self._uniform:
+            requests = range(share * self._table.shape[0])
             values = [number for i in requests for number in (i, i * q_len, q_len, q_len)]
             items = to_device(values, self._device, torch.int32)
-            self._uniform[q_len] = items.view(-1, ITEM_SIZE)
-        return self._uniform[q_len][:count]
+            self._uniform[q_len, share] = items.view(-1, ITEM_SIZE)
+        return self._uniform[q_len, share][:count]
 
     def _few_rows(
         self,

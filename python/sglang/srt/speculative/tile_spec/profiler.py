@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "prices.json"
 MAX_BYTES = 4 << 20
+DAMAGED = "damaged, or of another version"
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
 # Fields of `ExecutionConfig` that do, or which steps are measured.
@@ -181,7 +182,7 @@ class TileSpecProfiler:
     ) -> PriceTable:
         """Prices of the target's steps: those that are kept, if `holds` says so of their graphs."""
         try:
-            profile = read_profile(self._path, Profile)
+            profile = read_profile(self._path, Profile, self._target)
             if profile is not None:
                 prices = profile.target.checked(self._target).table_of(self._target)
                 if not prices.graphs_ms or holds(prices):
@@ -202,7 +203,7 @@ class TileSpecProfiler:
         logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
         target = Kept(measured_with(self._target), KeptTable.of(target_prices))
         try:
-            profile = read_profile(self._path, Profile)
+            profile = read_profile(self._path, Profile, self._target)
         except ProfileError:  # `target` has told it
             profile = None
         try:
@@ -237,12 +238,16 @@ def cliffs(prices: PriceTable) -> list[int]:
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
-    """`{model}_{gpu}_tp1`: names of files alone, whatever the model is called."""
+    """`{model}_{gpu}_tp{ranks}`: names of files alone, whatever the model is called."""
     config = target.config
     gpu = Platform.probe().device_name if config.device == "cuda" else config.device
     names = (re.sub(r"[^A-Za-z0-9.-]+", "-", name) for name in (config.model.path.name, gpu))
     model, gpu = (name.strip(".-")[:100] or "unnamed" for name in names)
-    return cache_dir / f"{model}_{gpu}_tp1"
+    return cache_dir / f"{model}_{gpu}_tp{_num_ranks(target)}"
+
+
+def _num_ranks(runner: ModelRunner) -> int:
+    return 1 if runner.ranks is None else runner.ranks.shard.num_ranks
 
 
 def measured_with(runner: ModelRunner) -> dict[str, str]:
@@ -254,6 +259,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "model": _digest(config.model.hf),
         "setting": _digest([fields, sorted(config.draft_steps)]),
         "set of graphs": _digest(graphs),
+        "number of ranks": str(_num_ranks(runner)),
         "GPU": Platform.probe().device_name,
         "driver": driver_version(),
         "torch": str(torch.__version__),
@@ -296,26 +302,41 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_profile(path: Path, kind: type[T]) -> T | None:
+def read_profile(path: Path, kind: type[T], runner: ModelRunner | None = None) -> T | None:
     """Reads what a file holds; None where there is none, or a folder, or none that may be opened:
-    if it cannot be replaced either, whoever writes it says so.
+    if it cannot be replaced either, whoever writes it says so. Of several ranks of a runner all get
+    what the first one reads.
 
     Raises:
         ProfileError: if it is no file, too large, cannot be read or holds something else.
     """
+    data, problem = _contents(path)
+    if runner is not None and (ranks := runner.ranks) is not None:
+        data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
+    if problem:
+        raise ProfileError(problem)
+    try:
+        return msgspec.json.decode(data, type=kind) if data else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise ProfileError(DAMAGED) from None
+
+
+def _contents(path: Path) -> tuple[bytes, str]:
+    """Returns the bytes of a file, none if there is no file, and what is wrong with it."""
     try:
         if not path.exists() or path.is_dir():
-            return None
+            return b"", ""
         # A pipe would block, and a device never end.
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            raise ProfileError(f"not a file of at most {MAX_BYTES >> 20} MiB")
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+            return b"", f"not a file of at most {MAX_BYTES >> 20} MiB"
+        data = path.read_bytes()
+        return data, "" if data else DAMAGED
     except PermissionError:
-        return None
+        return b"", ""
     except OSError as error:
-        raise ProfileError(_reason(error)) from None
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise ProfileError("damaged, or of another version") from None
+        return b"", _reason(error)
+    except ValueError:  # of a path that no file can have
+        return b"", DAMAGED
 
 
 def _reason(error: OSError | ValueError) -> str:
