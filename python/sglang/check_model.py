@@ -243,7 +243,12 @@ def _look_at_memory(
     """
     total = gpu_bytes() if device_bytes is None else device_bytes
     dtype = "float32" if total is None else dtype
-    weights = sum(header.size for header in headers.values()) * DTYPE_BYTES.get(dtype, 2)
+    if dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise ModelPathError(
+            f"dtype in config.json is {dtype!r:.40}, none of {known}; see --dtype."
+        )
+    weights = sum(header.size for header in headers.values()) * DTYPE_BYTES[dtype]
     host = available_bytes()
     room = int(total * GPU_STATIC_SHARE) if total is not None else host
     where = (
@@ -263,7 +268,7 @@ def _look_at_memory(
     if num_values is None:
         findings.notes.append("Its layers have names of their own, so KV cannot be counted here.")
         return
-    per_token = num_values * DTYPE_BYTES.get(dtype, 2)
+    per_token = num_values * DTYPE_BYTES[dtype]
     findings.row(
         "KV", f"{per_token} bytes per token, {left // per_token} tokens in {_in_gib(left)} at most"
     )

@@ -117,6 +117,13 @@ def test_a_model_larger_than_the_memory_is_a_problem(
     assert "more than 88% of" in said(capsys, 1, folder, "--device-memory", "0.00001")
 
 
+def test_a_type_that_no_gpu_serves_is_a_problem_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path, {**LLAMA, "dtype": "float64"}, shapes_of(LLAMA))
+    assert "'float64', none of float32, " in said(capsys, 1, folder, "--device-memory", "1")
+
+
 @pytest.mark.parametrize("memory", ["0", "-1", "nan", "inf", "x", "1e99"])
 def test_a_memory_that_is_none_is_refused(memory: str) -> None:
     with pytest.raises(SystemExit) as end:

@@ -180,6 +180,7 @@ def test_what_a_model_has_comes_before_the_form_of_its_weights(tmp_path: Path) -
         {"text_config": {"num_local_experts": 4}},
         {"is_encoder_decoder": True},
         {"model_type": ["llama"], "architectures": ["Olmo2ForCausalLM"]},
+        {"dtype": [1], "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
         {"hidden_size": 10**400},
         {"hidden_size": "\n"},
     ],

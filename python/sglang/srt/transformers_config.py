@@ -53,6 +53,7 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
         )
     try:
         config = read_config(text)
+        config.to_dict()  # some wrong entries show only there
     except (*WRONG_ENTRIES, StrictDataclassError) as error:
         return f"transformers cannot read it ({in_one_line(error)})"
     return _why_not_entries(text, config) or _why_not_class(model_type, config, entries)
