@@ -200,7 +200,8 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
         parsed = _parse(path, config)
         _check_shape(parsed)
         if impl == TRANSFORMERS:
-            parsed = replace(parsed, hf=entries, impl=impl)
+            hf = {**entries, "eos_token_id": config["eos_token_id"]}
+            parsed = replace(parsed, hf=hf, impl=impl)
         else:
             _check_kind(config)
     except KeyError as error:

@@ -14,6 +14,8 @@ from sglang.srt.model_families import why_not_computed
 
 INSTALL = "pip install 'sglang-adaptive[transformers]'"
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MAX_LAYERS = 1024  # more than any model has; its configs make lists of so many entries
+NUMBERS_OF_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 WRONG_ENTRIES = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, OSError)
 WITH_PARTS = "ForConditionalGeneration"  # ends names of models that read more than text
 # Entries that choose code or weights, and none of a model's shape.
@@ -51,6 +53,9 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
             f"transformers has no model_type {model_type!r:.80}; use a checkpoint of a model that"
             " it has, or a newer transformers"
         )
+    for name in NUMBERS_OF_LAYERS:
+        if isinstance(count := text.get(name), int) and count > MAX_LAYERS:
+            return f"{name} is {count}, but must be at most {MAX_LAYERS}"
     try:
         config = read_config(text)
         config.to_dict()  # some wrong entries show only there
@@ -109,7 +114,8 @@ def completed(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries that `parse_model_config` reads, of a model for which `why_not` is None:
     under Llama's names, with transformers' defaults, and without a rotation, which is left to
     transformers' code."""
-    config = read_config(text_entries(entries))
+    text = text_entries(entries)
+    config = read_config(text)
     read = Entries(config)
     num_heads, hidden_size = config.num_attention_heads, config.hidden_size
     return {
@@ -125,7 +131,7 @@ def completed(entries: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": 0.0,  # its norms know their own
         "max_position_embeddings": _context_len(config),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "dtype": entries.get("dtype") or entries.get("torch_dtype"),
+        "dtype": text.get("dtype") or text.get("torch_dtype"),
         "eos_token_id": entries.get("eos_token_id", read("eos_token_id")),
     }
 

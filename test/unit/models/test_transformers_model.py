@@ -361,6 +361,7 @@ def plain(runners: RunnerGroup) -> TpModelWorker:
         ("olmo2", {"quantization_config": {"quant_method": "awq"}}, "quantized weights"),
         ("olmo2", {"architectures": ["OtherForCausalLM"]}, "is Olmo2ForCausalLM, not"),
         ("olmo2", {"num_hidden_layers": "many"}, "cannot read it"),
+        ("olmo3", {"num_hidden_layers": 1 << 50}, "must be at most 1024"),
         ("nothing", {}, "no model_type 'nothing'"),
     ],
     ids=str,
