@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("sglang.launch_server", "serve a model over HTTP"),
     "check-env": Command("sglang.check_env", "would a server start on this machine?"),
+    "check-model": Command("sglang.check_model", "would a model's folder be served, and how?"),
     "convert-checkpoint": Command(
         "sglang.convert_checkpoint", "make safetensors of pickled weights"
     ),

@@ -43,6 +43,16 @@ class Findings:
         """Prints a line."""
         print(f"{name:<12}{text}", flush=True)
 
+    def conclude(self, good: str) -> int:
+        """Prints notes and problems, or `good` where there is no problem; returns the exit code."""
+        for note in self.notes:
+            print(f"note: {note}")
+        for problem in self.problems:
+            print(f"PROBLEM: {problem}")
+        if not self.problems:
+            print(good)
+        return int(bool(self.problems))
+
 
 def main(argv: list[str] | None = None) -> int:
     """Prints what a start would find; returns 1 if it would fail, else 0."""
@@ -52,13 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     _look_at_packages(findings)
     for look in () if findings.problems else (_look_at_devices, _look_at_start, _look_at_system):
         look(findings, server_args)
-    for note in findings.notes:
-        print(f"note: {note}")
-    for problem in findings.problems:
-        print(f"PROBLEM: {problem}")
-    if not findings.problems:
-        print("A server with these flags should start.")
-    return int(bool(findings.problems))
+    return findings.conclude("A server with these flags should start.")
 
 
 def _look_at_packages(findings: Findings) -> None:

@@ -86,6 +86,7 @@ SERVER_ARGS_READERS = re.compile(
 TORCH_FREE = (
     "__main__.py",
     "check_env.py",
+    "check_model.py",
     "launch_server.py",
     "srt/entrypoints/**/*.py",
     "srt/messages/*.py",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from sglang.srt.model_config import ModelPathError
 from sglang.srt.model_files import weight_names
+from sglang.srt.tensor_headers import read_headers
 
 Shapes = dict[str, tuple[int, ...]]
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
@@ -22,15 +22,7 @@ def read_shapes(folder: Path) -> Shapes:
     Raises:
         ModelPathError: if a file is broken.
     """
-    shapes: Shapes = {}
-    for file in _files(folder):
-        try:
-            with safe_open(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise ModelPathError(f"{file} is not a readable safetensors file: {error}.") from None
-    return shapes
+    return {name: header.shape for name, header in read_headers(folder).items()}
 
 
 def vocabulary_problem(folder: Path, names: dict[str, str], vocab_size: int) -> str:

@@ -48,6 +48,19 @@ def may_have_cuda() -> bool:
     return True
 
 
+def gpu_bytes() -> int | None:
+    """Asks the driver how much memory the first visible GPU has; None without one."""
+    if not may_have_cuda():
+        return None
+    driver, device, total = ctypes.CDLL(CUDA_DRIVER), ctypes.c_int(), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    )
+    return None if failed else total.value
+
+
 def available_bytes() -> int:
     """Gives the smaller of MemAvailable and what the control group leaves."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

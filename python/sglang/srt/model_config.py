@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang.srt.head_layouts import architecture_of
+from sglang.srt.model_families import MAX_SIZE, impl_of, why_not_computed, why_not_known
 from sglang.srt.plain_files import UnreadableFileError, read_json
 from sglang.srt.registry import (
     FAMILY_DEFAULTS,
@@ -23,9 +25,7 @@ from sglang.srt.transformers_config import completed, why_not
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
-MAX_SIZE = 1 << 24  # more than any model has of anything
 MAX_LAYERS = 1024  # more than any model has
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {
     "demo-eagle": "tiny-code-eagle",
@@ -130,22 +130,9 @@ class ModelConfig:
             return TRANSFORMERS_MODEL
         return {**MODELS.entries, **HEADS.entries}[self.architecture]
 
-    def check_architecture(self) -> None:
-        """Looks whether there is such a model.
-
-        Raises:
-            ModelPathError: for an architecture that there is no model or head for.
-        """
-        is_known = self.architecture in {*MODELS.names, *HEADS.names}
-        if not is_known and self.impl == OWN:
-            raise self.refusal(
-                f"architecture {self.architecture!r} is not supported; use a checkpoint of one that"
-                f" is known: {', '.join(MODELS.names)}"
-            )
-
     def refusal(self, reason: str) -> ModelPathError:
         """The error to raise for an entry that cannot be met."""
-        return ModelPathError(f"{self.path / 'config.json'} cannot be used: {reason}.")
+        return _refusal(self.path, reason)
 
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
@@ -201,8 +188,12 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
     Raises:
         ModelPathError: if a needed key is missing, or an entry cannot be met.
     """
+
     wished, impl = impl, _impl_of(entries, impl)
     config = _with_family_defaults(entries)
+    problem = why_not_computed(config) or why_not_known(config, impl)
+    if problem is not None:
+        raise _refusal(path, problem)
     if impl == TRANSFORMERS:
         config = _read_by_transformers(path, entries, is_wish=wished == TRANSFORMERS)
     try:
@@ -219,7 +210,7 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
             " decoder-only model?"
         ) from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
+        raise _refusal(path, str(error)) from None
     generation = path / GENERATION_CONFIG
     if generation.exists():
         parsed = replace(parsed, generation=_read_json(generation))
@@ -228,12 +219,7 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
 
 def _impl_of(entries: dict[str, Any], wished: str) -> str:
     """Chooses what computes a model."""
-    if wished != AUTO:
-        return wished
-    named = _with_family_defaults(entries).get("architectures")
-    if not isinstance(named, list) or not named or named[0] in {*MODELS.names, *HEADS.names}:
-        return OWN
-    return TRANSFORMERS
+    return impl_of(_with_family_defaults(entries)) if wished == AUTO else wished
 
 
 def _read_by_transformers(path: Path, entries: dict[str, Any], is_wish: bool) -> dict[str, Any]:
@@ -244,11 +230,15 @@ def _read_by_transformers(path: Path, entries: dict[str, Any], is_wish: bool) ->
     """
     problem = why_not(entries)
     if problem is not None:
-        names = entries.get("architectures") or [entries.get("model_type")]
-        known = f"no file of ours computes {names[0]!r} (known: {', '.join(MODELS.names)})"
+        named = architecture_of(entries) or str(entries.get("model_type"))
+        known = f"no file of ours computes {named!r:.80} (known: {', '.join(MODELS.names)})"
         why = "--model-impl transformers" if is_wish else known
-        raise ModelPathError(f"{path / 'config.json'} cannot be used: {why}, and {problem}.")
+        raise _refusal(path, f"{why}, and {problem}")
     return completed(entries)
+
+
+def _refusal(path: Path, reason: str) -> ModelPathError:
+    return ModelPathError(f"{path / 'config.json'} cannot be used: {reason}.")
 
 
 def _with_family_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +303,7 @@ def _check_shape(config: ModelConfig) -> None:
     for name, size in sizes.items():
         most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if not 1 <= size <= most:
-            raise ValueError(f"{name} is {size}, but must be at least 1 and at most {most}")
+            raise ValueError(f"{name} is {size!r:.40}, but must be at least 1 and at most {most}")
     if not 0 <= config.rms_norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}, but must be in [0, 1)")
     if config.num_heads % config.num_kv_heads:
@@ -328,16 +318,6 @@ def _check_shape(config: ModelConfig) -> None:
 
 def _check_kind(config: dict[str, Any]) -> None:
     """Raises ValueError for what every model here would compute wrongly."""
-    for name in EXPERT_COUNTS:
-        if config.get(name):
-            raise ValueError(
-                f"{name} says mixture of experts, which is not supported; use a dense checkpoint"
-            )
-    if config.get("quantization_config"):
-        raise ValueError(
-            "quantization_config says quantized weights, which are not supported; use the"
-            " checkpoint in bfloat16, float16 or float32"
-        )
     activation = config.get("hidden_act") or "silu"
     if activation not in SILU_NAMES:
         raise ValueError(

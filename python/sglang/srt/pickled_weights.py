@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,14 +151,35 @@ def convert(source: Path, target: Path, with_network: bool = False) -> None:
         PickledWeightsError: if that cannot be done.
         OSError: if files cannot be read or written.
     """
+    check_is_new(target)
+    files = weight_files(source)
+    with whole_folder(target) as folder:
+        copy_small_files(source, folder)
+        _read_in_a_child(files, folder, with_network)
+
+
+def check_is_new(target: Path) -> None:
+    """
+    Raises:
+        PickledWeightsError: if there is something already.
+    """
     if os.path.lexists(target):
         raise PickledWeightsError(f"{target} exists; name a folder that does not")
-    files = weight_files(source)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Gives a folder to be filled, which becomes `target` if nothing is raised.
+
+    Raises:
+        PickledWeightsError: if `target` exists.
+        OSError: if it cannot be written.
+    """
+    check_is_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        copy_small_files(source, folder)
-        _read_in_a_child(files, folder, with_network)
+        yield folder
         for file in folder.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())

@@ -7,9 +7,10 @@ classes of the package itself are used: what `auto_map` names in a model's folde
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from sglang.srt.model_families import why_not_computed
 
 INSTALL = "pip install 'sglang-adaptive[transformers]'"
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -17,7 +18,6 @@ MAX_LAYERS = 1024  # more than any model has; its configs make lists of so many 
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 WRONG_ENTRIES = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, OSError)
 WITH_PARTS = "ForConditionalGeneration"  # ends names of models that read more than text
-EXPERTS = re.compile(r"(\w+_)?(num|n)_(\w+_)?experts")
 # Entries that choose code or weights, and none of a model's shape.
 NOT_SHAPE = (
     "attn_implementation",
@@ -40,13 +40,9 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     Args:
         entries: of config.json.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return f"it takes transformers, which is not installed; run: {INSTALL}"
-    if entries.get("quantization_config"):
-        return (
-            "quantization_config says quantized weights, which are not supported; use the"
-            " checkpoint in bfloat16, float16 or float32"
-        )
+    problem = why_not_installed()
+    if problem is not None:
+        return problem
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -54,17 +50,25 @@ def why_not(entries: Mapping[str, Any]) -> str | None:
     model_type = str(text.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return (
-            f"transformers has no model_type {model_type!r}; use a checkpoint of a model that it"
-            " has, or a newer transformers"
+            f"transformers has no model_type {model_type!r:.80}; use a checkpoint of a model that"
+            " it has, or a newer transformers"
         )
     for name in NUMBERS_OF_LAYERS:
         if isinstance(count := text.get(name), int) and count > MAX_LAYERS:
             return f"{name} is {count}, but must be at most {MAX_LAYERS}"
     try:
         config = read_config(text)
+        config.to_dict()  # some wrong entries show only there
     except (*WRONG_ENTRIES, StrictDataclassError) as error:
         return f"transformers cannot read it ({in_one_line(error)})"
-    return _why_not_class(model_type, config, entries) or _why_not_entries(text, config)
+    return _why_not_entries(text, config) or _why_not_class(model_type, config, entries)
+
+
+def why_not_installed() -> str | None:
+    """Says how to install transformers; None if it is there."""
+    if importlib.util.find_spec("transformers") is None:
+        return f"it takes transformers, which is not installed; run: {INSTALL}"
+    return None
 
 
 def text_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,8 +165,6 @@ def in_one_line(error: BaseException) -> str:
 
 def _why_not_class(model_type: str, config: Any, entries: Mapping[str, Any]) -> str | None:
     """Judges by the code that transformers has for a model."""
-    if config.is_encoder_decoder:
-        return f"{model_type} has an encoder and a decoder; only decoders are supported"
     try:
         kind = model_class(config)
     except KeyError:
@@ -187,20 +189,9 @@ def _why_not_class(model_type: str, config: Any, entries: Mapping[str, Any]) -> 
 def _why_not_entries(given: Mapping[str, Any], config: Any) -> str | None:
     """Judges by the entries of a config, those `given` first."""
     read = Entries(config)
-    for name, value in (*given.items(), *config.to_dict().items()):
-        if EXPERTS.fullmatch(name) and isinstance(value, int) and value > 1:
-            return f"{name} says mixture of experts, which is not supported; use a dense checkpoint"
-    if read("kv_lora_rank"):
-        return (
-            "kv_lora_rank says latent attention (MLA), whose cache has another form than K and V"
-            " of heads, which is not supported"
-        )
-    if read("num_kv_shared_layers"):
-        return "num_kv_shared_layers says that layers share K and V, which is not supported"
-    if (read("global_head_dim") or read("head_dim")) != read("head_dim"):
-        return (
-            "global_head_dim says that layers have heads of different sizes, which is not supported"
-        )
+    problem = why_not_computed({**config.to_dict(), **given})
+    if problem is not None:
+        return problem
     others = set(read("layer_types") or ()) - set(LAYER_TYPES)
     if others:
         return f"layers of type {min(others)!r} are not supported; only {' and '.join(LAYER_TYPES)}"

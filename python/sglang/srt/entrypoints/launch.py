@@ -245,7 +245,6 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
         TokenizerError: if the tokenizer cannot be read.
     """
     model = load_model_config(server_args.model_path, impl=server_args.model_impl)
-    model.check_architecture()
     check_is_no_head(model)
     tokenizer = tokenizer_from_flags(server_args)
     folder = tokenizer_folder(server_args)

@@ -39,10 +39,9 @@ def load_model(
         max_positions: length of the RoPE table.
 
     Raises:
-        ModelPathError: if the architecture is unknown or lacks what config.json asks for, or if
-            weights are missing, broken, misshapen, of a type that is not read, NaN or infinite.
+        ModelPathError: if the architecture lacks what config.json asks for, or if weights are
+            missing, broken, misshapen, of a type that is not read, NaN or infinite.
     """
-    config.check_architecture()
     architecture = load(config.model_class)
     with torch.device("meta"):
         model: Model = architecture(config, max_positions)

@@ -17,6 +17,7 @@ from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
 from sglang.srt.processes.flag_checks import (
+    GPU_STATIC_SHARE,
     MAX_CHUNKS,
     attention_backend_of,
     check_masks,
@@ -37,7 +38,6 @@ from sglang.srt.speculative.drafter import DrafterType
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.step.step_sizes import MAX_MASKS, MAX_REQUESTS
 
-GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
