@@ -16,7 +16,8 @@ from typing import Any
 
 from sglang.check_env import Findings
 from sglang.srt.draft_model_config import load_draft_config
-from sglang.srt.head_config import FLAGS, load_head_config
+from sglang.srt.head_checks import FLAGS
+from sglang.srt.head_config import load_head_config
 from sglang.srt.head_layouts import (
     EAGLE,
     EAGLE3,
