@@ -84,3 +84,30 @@ class Experts(nn.Module):
         num_experts, hidden_size, _ = self.down_proj.shape
         wide = (2 * self._size, hidden_size) if parameter == GATE_UP else (hidden_size, self._size)
         return [num_experts, *wide]
+
+
+class ExpertStack(NamedTuple):
+    """A parameter of experts, which a checkpoint may hold as it is.
+
+    Attributes:
+        module_name: the model's name of the experts.
+    """
+
+    experts: Experts
+    module_name: str
+    parameter: str
+
+    @property
+    def own_part(self) -> torch.Tensor:
+        """What this rank has of it; no autograd."""
+        return self.experts.get_parameter(self.parameter).data
+
+    @property
+    def shape(self) -> list[int]:
+        """Its shape on all ranks together."""
+        return self.experts.shape_of(self.parameter)
+
+    def split(self, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gives the weights of which it is made, by the model's names, as views of its values."""
+        pieces = self.experts.split(self.parameter, values)
+        return ((f"{self.module_name}.{name}", piece) for name, piece in pieces)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from sglang.srt.layers.experts import DOWN, GATE_UP, Experts
+from sglang.srt.layers.experts import DOWN, GATE_UP, Experts, ExpertStack
 from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
@@ -261,7 +261,7 @@ class WeightPlaces:
         self._problem_of = model.problem_of
         self._by_name = _targets(model)
         self._cuts = _cuts(model)
-        self._stacked = _stacked(model)
+        self._stacks = _stacks(model)
         for name in self._names.computed:
             self._by_name.pop(name)
         self.shared = {
@@ -301,18 +301,14 @@ class WeightPlaces:
     def find(self, name: str) -> torch.Tensor | None:
         """The place of a weight by a checkpoint's name, if there is one; no autograd."""
         own_name = self.own_name(name)
-        if own_name in self._stacked:
-            return self._stacked[own_name].get_parameter(own_name.rpartition(".")[2]).data
-        return self._by_name.get(own_name)
+        stack = self._stacks.get(own_name)
+        return self._by_name.get(own_name) if stack is None else stack.own_part
 
     def stacked_in(self, name: str) -> list[str]:
         """Names the weights that a checkpoint may hold as one under this name, in order of its
         rows; empty for the name of a weight."""
-        own_name = self.own_name(name)
-        if own_name not in self._stacked:
-            return []
-        shape = self._stacked[own_name].shape_of(own_name.rpartition(".")[2])
-        return [piece for piece, _ in self.pieces_of(name, torch.empty(shape, device="meta"))]
+        stack = self._stacks.get(self.own_name(name))
+        return [] if stack is None else [piece for piece, _ in stack.split(stack.own_part)]
 
     @property
     def num_weights(self) -> int:
@@ -322,13 +318,10 @@ class WeightPlaces:
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         """Gives the weights of which a checkpoint's tensor is made: those of all experts, if it
         holds them in one, and as a rule itself."""
-        own_name = self.own_name(name)
-        module_name, parameter = own_name.rpartition(".")[::2]
-        experts = self._stacked.get(own_name)
-        if experts is None or list(tensor.shape) != experts.shape_of(parameter):
+        stack = self._stacks.get(self.own_name(name))
+        if stack is None or list(tensor.shape) != stack.shape:
             return [(name, tensor)]
-        pieces = experts.split(parameter, tensor.detach())
-        return ((f"{module_name}.{piece}", values) for piece, values in pieces)
+        return stack.split(tensor.detach())
 
     def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         """Returns the tensor that a weight of this shape fills, or must be equal to if it is lent;
@@ -342,9 +335,8 @@ class WeightPlaces:
         if place is None:
             if self._may_be_ignored(name):
                 return None
-            if own_name in self._stacked:
-                wanted = self._stacked[own_name].shape_of(own_name.rpartition(".")[2])
-                raise _wrong_shape(name, shape, wanted)
+            if own_name in self._stacks:
+                raise _wrong_shape(name, shape, self._stacks[own_name].shape)
             raise WeightMismatch(
                 f"has a weight {name!r} that {self._architecture} does not know",
                 "is `architectures` in config.json right, or of a draft head"
@@ -422,10 +414,10 @@ def _wrong_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> Weig
     )
 
 
-def _stacked(model: nn.Module) -> dict[str, Experts]:
-    """The model's name of each parameter that holds a weight of all experts, to its module."""
+def _stacks(model: nn.Module) -> dict[str, ExpertStack]:
+    """The model's name of each parameter that holds a weight of all experts, to what it is."""
     return {
-        f"{module_name}.{parameter}": module
+        f"{module_name}.{parameter}": ExpertStack(module, module_name, parameter)
         for module_name, module in model.named_modules()
         if isinstance(module, Experts)
         for parameter in (GATE_UP, DOWN)
