@@ -99,12 +99,12 @@ class ExpertStack(NamedTuple):
 
     @property
     def own_part(self) -> torch.Tensor:
-        """What this rank has of it; no autograd."""
+        """The values that this rank has; no autograd."""
         return self.experts.get_parameter(self.parameter).data
 
     @property
     def shape(self) -> list[int]:
-        """Its shape on all ranks together."""
+        """The parameter's shape on all ranks together."""
         return self.experts.shape_of(self.parameter)
 
     def split(self, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
