@@ -119,6 +119,26 @@ def gated_case(num_rows: int, size: int, in_features: int, has_bias: bool = Fals
     return run
 
 
+def experts_case(
+    num_rows: int, num_experts: int, num_chosen: int, normalizes: bool, size: int = 64
+) -> Case:
+    """Of large scores; the last expert is never chosen."""
+
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = _values(generator, device, dtype, num_rows, 64)
+        scores = 3 * _values(generator, device, dtype, num_rows, num_experts)
+        scores[:, -1] = -30.0
+        gate_up = _values(generator, device, dtype, num_experts, 2 * size, 64) / 8
+        down = _values(generator, device, dtype, num_experts, 64, size) / size**0.5
+        wide = [each.double() for each in (x, scores, gate_up, down)]
+        expected = ORACLE.experts(*wide, num_chosen, normalizes)
+        return _worst(
+            ops.experts(x, scores, gate_up, down, num_chosen, normalizes), expected, dtype
+        )
+
+    return run
+
+
 CASES: dict[str, Case] = {
     "norm of one row": norm_case((1, 256), False),
     "norm of a sum": norm_case((5, 256), True),
@@ -152,6 +172,10 @@ CASES: dict[str, Case] = {
     "gated product of 16 rows": gated_case(16, 8192, 256),
     "gated product of 64 rows": gated_case(64, 8192, 256),
     "gated product of 65 rows": gated_case(65, 64, 256),
+    "experts of one row": experts_case(1, 8, 2, True),
+    "experts of no rows": experts_case(0, 4, 2, True),
+    "experts of many rows": experts_case(37, 8, 3, False),
+    "experts of an odd size": experts_case(5, 4, 1, False, size=50),
     "rotation of one token": rotation_case(1, 4, 2, 128),
     "product of 16 rows, few features": product_case(16, 512, 256),
     "product of 40 rows, few features": product_case(40, 512, 256),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ SIZES = {"vocab_size", "hidden_size", "intermediate_size"} | {
     "num_hidden_layers",
     "num_attention_heads",
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OPTIONAL = sorted({"architectures", *FULL} - SIZES)
 # MiMo is none of transformers: it is Qwen2 with a layer for drafts.
 ARCHITECTURES = {
@@ -46,17 +48,31 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 
 
 def write_config(path: Path, family: str, without: list[str], **changes: Any) -> None:
     architectures = [ARCHITECTURES[family]]
     entries = {"model_type": family, "architectures": architectures, **FULL, **changes}
+    if family in ("mixtral", "qwen3_moe"):
+        entries |= EXPERTS
     for name in without:
         del entries[name]
     if "max_window_layers" in without:
         entries["num_hidden_layers"] = 30  # the default is less
     (path / "config.json").write_text(json.dumps(entries))
+
+
+def of_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Counts the values of all experts of a layer, which are one weight or many."""
+    found: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        layer, experts, _ = name.partition(".experts.")
+        known = found.get(layer, [0])[0]
+        found |= {layer: [known + math.prod(shape)]} if experts else {name: shape}
+    return found
 
 
 def facts_here(path: Path) -> dict[str, Any]:
@@ -67,7 +83,7 @@ def facts_here(path: Path) -> dict[str, Any]:
     places = WeightPlaces(model, config)
     return {
         "class": type(model).__name__,
-        "weights": {name: list(places[name].shape) for name in places.names},
+        "weights": of_experts({name: list(places[name].shape) for name in places.names}),
         "windows": list(model.windows),
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope.theta,
@@ -88,7 +104,9 @@ def facts_of_transformers(path: Path) -> dict[str, Any]:
     types = config.layer_types if "layer_types" in known else all_alike
     return {
         "class": type(model).__name__,
-        "weights": {name: list(weight.shape) for name, weight in model.named_parameters()},
+        "weights": of_experts(
+            {name: list(weight.shape) for name, weight in model.named_parameters()}
+        ),
         "windows": [window if name == "sliding_attention" else None for name in types],
         "rms_norm_eps": model.model.norm.variance_epsilon,
         "rope_theta": config.rope_parameters["rope_theta"],

@@ -33,6 +33,8 @@ FAMILIES: dict[str, str | tuple[str, ...]] = {
     "mistral": OWN,
     "qwen2": OWN,
     "qwen3": OWN,
+    "qwen3_moe": OWN,
+    "mixtral": OWN,
     "cohere2": TRANSFORMERS,
     "gemma2": TRANSFORMERS,
     "gemma3_text": TRANSFORMERS,
@@ -43,8 +45,6 @@ FAMILIES: dict[str, str | tuple[str, ...]] = {
     "olmo3": TRANSFORMERS,
     "phi3": TRANSFORMERS,
     "smollm3": TRANSFORMERS,
-    "qwen3_moe": (EXPERTS,),
-    "mixtral": (EXPERTS,),
     "gpt_oss": (EXPERTS,),
     "llama4_text": (EXPERTS,),
     "glm4_moe": (EXPERTS,),
@@ -106,6 +106,16 @@ def test_a_family_is_served_or_refused_by_its_true_reason(tmp_path: Path, model_
     ]
     assert all(name in text for name in verdict)
     assert text.endswith(f"not supported; use {NEEDED}.")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_experts_are_computed_by_files_of_our_own_alone(tmp_path: Path, model_type: str) -> None:
+    entries = entries_of(model_type, **SIZES)
+    assert EXPERTS in (why_not_computed(entries, TRANSFORMERS) or "")
+    assert EXPERTS in (why_not_computed({**entries, "architectures": ["OtherForCausalLM"]}) or "")
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ModelPathError, match=EXPERTS):
+        load_model_config(str(tmp_path), impl=TRANSFORMERS)
 
 
 @pytest.mark.parametrize("model_type", OTHERS)

@@ -191,7 +191,7 @@ def parse_model_config(path: Path, entries: dict[str, Any], impl: str = AUTO) ->
 
     wished, impl = impl, _impl_of(entries, impl)
     config = _with_family_defaults(entries)
-    problem = why_not_computed(config) or why_not_known(config, impl)
+    problem = why_not_computed(config, impl) or why_not_known(config, impl)
     if problem is not None:
         raise _refusal(path, problem)
     if impl == TRANSFORMERS:

@@ -17,6 +17,8 @@ EXPERTS, LATENT, RECURRENT = (
     "latent attention (MLA)",
     "layers with a recurrent state in place of K and V",
 )
+# Classes with experts that a file of ours computes.
+WITH_EXPERTS = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
 NEEDED = "a dense checkpoint whose layers all keep K and V, of heads of one size"
 
 
@@ -91,13 +93,18 @@ ORIGINAL = "the checkpoint in bfloat16, float16 or float32"
 CONVERT = "sglang convert-checkpoint SOURCE TARGET makes one of this folder"
 
 
-def why_not_computed(entries: Mapping[str, Any]) -> str | None:
+def why_not_computed(entries: Mapping[str, Any], impl: str = OWN) -> str | None:
     """Says what in a config.json no code here computes, with the remedy; None if there is nothing.
 
     What a model has comes before the form of its weights, which could be converted.
+
+    Args:
+        impl: `own` or `transformers`, what is to compute it.
     """
     parts = _parts(entries)
     found = {name: mark for part in parts for name, mark in _features(part)}
+    if impl == OWN and architecture_of(entries) in WITH_EXPERTS:
+        found.pop(EXPERTS, None)
     if found:
         said = " and ".join(f"{mark} says {name}" for name, mark in found.items())
         which = "which is" if len(found) == 1 else "which are"

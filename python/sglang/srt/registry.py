@@ -150,9 +150,11 @@ MODELS = Registry(
     {
         "LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM",
         "MiMoForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
+        "MixtralForCausalLM": "sglang.srt.models.mixtral:MixtralForCausalLM",
         "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM",
     },
 )
 # The model of any other decoder, by transformers' own modelling code.
@@ -180,9 +182,17 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+    },
     "mimo": {"architectures": ["MiMoForCausalLM"], **_QWEN},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_QWEN},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, **_QWEN},
+    "qwen3_moe": {**_QWEN, "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4},
 }
 HEADS = Registry(
     "head over a target model",

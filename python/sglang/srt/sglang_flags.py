@@ -184,7 +184,7 @@ _NO_EFFECT = (
         " pp_async_batch_depth pp_max_micro_batch_size engine_info_bootstrap_port",
     ),
     Entry(
-        "no model here has experts",
+        "experts are computed in one way here, each by all ranks",
         "moe_runner_backend moe_a2a_backend moe_dense_tp_size speculative_moe_runner_backend"
         " speculative_moe_a2a_backend deepep_config deepep_dispatcher_output_dtype deepep_mode"
         " deepep_v2_mode enable_deepep_moe enable_ep_moe fuseep_mode flashinfer_a2a_dispatch_type"
@@ -372,7 +372,7 @@ _REFUSED = (
         "enable_custom_logit_processor",
     ),
     Entry(
-        "leave it out: no model here has experts, so nothing is routed",
+        "leave it out: it is not told which experts or entries a layer chose",
         "enable_return_routed_experts enable_return_indexer_topk",
     ),
     Entry(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.model_families import why_not_computed
+from sglang.srt.registry import TRANSFORMERS
 
 INSTALL = "pip install 'sglang-adaptive[transformers]'"
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -189,7 +190,7 @@ def _why_not_class(model_type: str, config: Any, entries: Mapping[str, Any]) -> 
 def _why_not_entries(given: Mapping[str, Any], config: Any) -> str | None:
     """Judges by the entries of a config, those `given` first."""
     read = Entries(config)
-    problem = why_not_computed({**config.to_dict(), **given})
+    problem = why_not_computed({**config.to_dict(), **given}, TRANSFORMERS)
     if problem is not None:
         return problem
     others = set(read("layer_types") or ()) - set(LAYER_TYPES)

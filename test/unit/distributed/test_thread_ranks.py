@@ -47,6 +47,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
     "qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
+    "experts": (
+        "qwen3_moe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
 }
 
 

@@ -61,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SLIDING_QWEN, "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+FAMILIES |= {
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32}),
+}
 # Each family with each kind of RoPE, and both with tied and untied heads.
 CASES = [
     (family, rope, (number + place) % 2 == 0)
@@ -253,7 +258,11 @@ def test_the_window_of_each_layer(
             {"layer_types": None, "use_sliding_window": True, "max_window_layers": -1},
             "max_window_layers must be",
         ),
-        ("qwen3", {"architectures": ["Qwen3MoeForCausalLM"]}, "known: LlamaForCausalLM"),
+        ("qwen3", {"architectures": ["Qwen9ForCausalLM"]}, "known: LlamaForCausalLM"),
+        ("mixtral", {"num_experts_per_tok": 5}, "there are 4 experts"),
+        ("qwen3_moe", {"num_local_experts": None}, "num_experts nor num_local_experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ("qwen3_moe", {"mlp_only_layers": [[1]]}, "mlp_only_layers must be a list of layers"),
         ("qwen3", {"num_experts": 4}, "dense checkpoint"),
         ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "remove the"),
     ],

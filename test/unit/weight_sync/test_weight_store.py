@@ -40,6 +40,7 @@ FAMILIES = {
     "untied": ("llama", {"tie_word_embeddings": False}),
     "biases": ("qwen2", {}),
     "norms of heads": ("qwen3", {}),
+    "experts": ("mixtral", {"num_local_experts": 4}),
 }
 Tensors = dict[str, torch.Tensor]
 

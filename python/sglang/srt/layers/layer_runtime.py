@@ -29,6 +29,29 @@ class LayerOps(Protocol):
         """`silu_and_mul` of the result of `linear` with a weight [2 * out_features, in_features]:
         [T, out_features]."""
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        num_chosen: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        """The sum over the experts with a row's highest scores of softmax(scores) times `linear`
+        of `gated_linear` of the row, in the order of the scores.
+
+        Args:
+            x: [T, D].
+            scores: [T, num_experts].
+            gate_up: [num_experts, 2 * size, D], gate first.
+            down: [num_experts, D, size].
+            normalizes: the weights of the chosen are divided by their sum.
+
+        Returns:
+            [T, D].
+        """
+
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Makes the `rotation` of `rotate_and_store` from `RotaryEmbedding.table`; once per
         step."""
@@ -106,6 +129,7 @@ class LayerRuntime:
         self.linear = ops.linear
         self.add_rms_norm = ops.add_rms_norm
         self.gated_linear = ops.gated_linear
+        self.experts = ops.experts
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention, once per step, before the first layer."""

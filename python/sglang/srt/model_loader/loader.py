@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from sglang.srt.layers.experts import DOWN, GATE_UP, Experts, ExpertStack
 from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
@@ -155,7 +156,12 @@ def _fill(model: Model, config: ModelConfig) -> None:
     source = config.path
     try:
         with tqdm(total=places.num_weights, desc="Weights", unit="tensor", disable=None) as bar:
-            for name, tensor, source in stored_weights(config.path):
+            stored = (
+                (piece, values, file)
+                for name, tensor, file in stored_weights(config.path)
+                for piece, values in places.pieces_of(name, tensor)
+            )
+            for name, tensor, source in stored:
                 place = places.place_of(name, tensor.shape)
                 if place is None:
                     unread.append(name)
@@ -255,6 +261,7 @@ class WeightPlaces:
         self._problem_of = model.problem_of
         self._by_name = _targets(model)
         self._cuts = _cuts(model)
+        self._stacks = _stacks(model)
         for name in self._names.computed:
             self._by_name.pop(name)
         self.shared = {
@@ -293,12 +300,28 @@ class WeightPlaces:
 
     def find(self, name: str) -> torch.Tensor | None:
         """The place of a weight by a checkpoint's name, if there is one; no autograd."""
-        return self._by_name.get(self.own_name(name))
+        own_name = self.own_name(name)
+        stack = self._stacks.get(own_name)
+        return self._by_name.get(own_name) if stack is None else stack.own_part
+
+    def stacked_in(self, name: str) -> list[str]:
+        """Names the weights that a checkpoint may hold as one under this name, in order of its
+        rows; empty for the name of a weight."""
+        stack = self._stacks.get(self.own_name(name))
+        return [] if stack is None else [piece for piece, _ in stack.split(stack.own_part)]
 
     @property
     def num_weights(self) -> int:
         """Weights of a complete checkpoint."""
         return len(self.names)
+
+    def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """Gives the weights of which a checkpoint's tensor is made: those of all experts, if it
+        holds them in one, and as a rule itself."""
+        stack = self._stacks.get(self.own_name(name))
+        if stack is None or list(tensor.shape) != stack.shape:
+            return [(name, tensor)]
+        return stack.split(tensor.detach())
 
     def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         """Returns the tensor that a weight of this shape fills, or must be equal to if it is lent;
@@ -312,17 +335,15 @@ class WeightPlaces:
         if place is None:
             if self._may_be_ignored(name):
                 return None
+            if own_name in self._stacks:
+                raise _wrong_shape(name, shape, self._stacks[own_name].shape)
             raise WeightMismatch(
                 f"has a weight {name!r} that {self._architecture} does not know",
                 "is `architectures` in config.json right, or of a draft head"
                 " --speculative-algorithm?",
             )
         if self.shape_of(name) != list(shape):
-            raise WeightMismatch(
-                f"has a weight {name!r} with shape {list(shape)}, but config.json asks for"
-                f" {self.shape_of(name)}",
-                "do they belong together? Of a draft head, is --speculative-algorithm right?",
-            )
+            raise _wrong_shape(name, shape, self.shape_of(name))
         return place
 
     def cut_of(self, name: str) -> Cut | None:
@@ -386,11 +407,31 @@ class WeightPlaces:
         return self.own_name(name) in self._names.ignored or name.endswith("rotary_emb.inv_freq")
 
 
+def _wrong_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> WeightMismatch:
+    return WeightMismatch(
+        f"has a weight {name!r} with shape {list(shape)}, but config.json asks for {list(wanted)}",
+        "do they belong together? Of a draft head, is --speculative-algorithm right?",
+    )
+
+
+def _stacks(model: nn.Module) -> dict[str, ExpertStack]:
+    """The model's name of each parameter that holds a weight of all experts, to what it is."""
+    return {
+        f"{module_name}.{parameter}": ExpertStack(module, module_name, parameter)
+        for module_name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for parameter in (GATE_UP, DOWN)
+    }
+
+
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's name of each weight to the tensor (or rows of a fused one) that it fills."""
     targets: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
+        if isinstance(module, Experts):
+            targets |= {prefix + name: place for name, place in module.places().items()}
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(module, FusedLinear):
                 targets[prefix + name] = parameter.data
@@ -405,6 +446,8 @@ def _cuts(model: nn.Module) -> dict[str, Cut]:
     """The model's name of each weight that ranks divide, to the part that this one has."""
     found: dict[str, Cut | None] = {}
     for module_name, module in model.named_modules():
+        if isinstance(module, Experts):
+            found |= {f"{module_name}.{name}": cut for name, cut in module.cuts().items()}
         for name, _ in module.named_parameters(recurse=False):
             if isinstance(module, FusedLinear):
                 parent = module_name.rpartition(".")[0]

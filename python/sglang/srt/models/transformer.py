@@ -15,6 +15,7 @@ from sglang.srt.layers.linear import Embedding, FusedLinear, SumLinear, VocabLin
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
+from sglang.srt.models.sparse_mlp import ExpertSpec, SparseMLP
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -31,6 +32,7 @@ class DecoderSpec:
         qk_norm: an RMSNorm over each head of queries and of keys, before they are rotated.
         windows: sliding window of each layer (see `AttentionBackend`), None for full attention;
             empty if all layers are full.
+        experts: of the feed-forward layers; None: none have any.
     """
 
     qkv_bias: bool = False
@@ -38,6 +40,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    experts: ExpertSpec | None = None
 
 
 class RMSNorm(nn.Module):
@@ -139,7 +142,11 @@ class AttentionAndMLP(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, layer, spec, input_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, spec.mlp_bias)
+        self.mlp: nn.Module
+        if spec.experts is None or layer in spec.experts.dense_layers:
+            self.mlp = GatedMLP(config, spec.mlp_bias)
+        else:
+            self.mlp = SparseMLP(config, spec.experts)
 
     def forward(
         self,

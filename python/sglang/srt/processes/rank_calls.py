@@ -123,6 +123,11 @@ class RankedWeights(ModelWeights):
     def value_of(self, name: str) -> torch.Tensor | None:
         """The whole of a weight, which no step reads; None if there is no such weight."""
         part = self._own.value_of(name)
+        if part is not None and (names := self._own.stacked_in(name)):
+            values = [value for each in names if (value := self.value_of(each)) is not None]
+            return torch.cat([value.cpu() for value in values]).view(
+                len(part), -1, values[0].shape[1]
+            )
         if part is None or self._own.cut_of(name) is None:
             return part
         self._call(JOIN, name)

@@ -23,6 +23,8 @@ def check_ranks(args: ServerArgs, model: ModelConfig) -> None:
         "num_key_value_heads": model.num_kv_heads,
         "intermediate_size": model.intermediate_size,
     }
+    if size := model.integer("moe_intermediate_size", None, minimum=1):
+        sizes["moe_intermediate_size"] = size
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % args.tp_size]
     if wrong:
         raise ConfigError(

@@ -107,6 +107,12 @@ class ServingWeights:
         beginning, own_name = split_name(name, self._stores)
         return self._stores[beginning].value_of(own_name)
 
+    def stacked_in(self, name: str) -> list[str]:
+        """Names the weights that a checkpoint may hold as one under such a name."""
+        beginning, own_name = split_name(name, self._stores)
+        places = self._stores[beginning].places
+        return [beginning + each for each in places.stacked_in(own_name)]
+
     def cut_of(self, name: str) -> Cut | None:
         """Returns the part of a weight that this rank has; None: all, or there is no such one."""
         beginning, own_name = split_name(name, self._stores)

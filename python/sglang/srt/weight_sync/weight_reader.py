@@ -154,16 +154,17 @@ class WeightReader:
         otherwise = next(claiming, self._otherwise)
         beginning, given_name = split_name(name, self._places, otherwise)
         places = self._places[beginning]
-        place = places.place_of(given_name, tensor.shape)
-        if place is None:
-            return
-        own_name = beginning + places.own_name(given_name)
-        if own_name in staged:
-            raise WeightUpdateError(f"{source} has weight {name!r} twice; send it once.")
-        places.check_values(given_name, tensor)
-        staged[own_name] = torch.empty(places.shape_of(given_name), dtype=place.dtype)
-        staged[own_name].copy_(tensor.detach())
-        check_finite(name, staged[own_name])
+        for piece, values in places.pieces_of(given_name, tensor):
+            place = places.place_of(piece, values.shape)
+            if place is None:
+                continue
+            own_name = beginning + places.own_name(piece)
+            if own_name in staged:
+                raise WeightUpdateError(f"{source} has weight {name!r} twice; send it once.")
+            places.check_values(piece, values)
+            staged[own_name] = torch.empty(places.shape_of(piece), dtype=place.dtype)
+            staged[own_name].copy_(values.detach())
+            check_finite(name, staged[own_name])
 
 
 def check_shared(source: str, places: WeightPlaces, weights: Mapping[str, torch.Tensor]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.ops.chosen_experts import choose_experts, sum_of_chosen
+
 
 class TorchOps:
     """Implements `LayerOps`."""
@@ -20,6 +22,27 @@ class TorchOps:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return self.silu_and_mul(F.linear(x, weight, bias))
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        num_chosen: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            counts = experts.bincount(minlength=len(down)).tolist()
+            parts = rows.split(counts)
+            used = [expert for expert, count in enumerate(counts) if count]
+            products = [self._expert(parts[each], gate_up[each], down[each]) for each in used]
+            return torch.cat(products) if products else rows
+
+        return sum_of_chosen(x, choose_experts(scores, num_chosen, normalizes), compute)
+
+    def _expert(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.gated_linear(x, gate_up, None), down)
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table[positions]

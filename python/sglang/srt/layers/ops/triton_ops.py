@@ -15,12 +15,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops.chosen_experts import Chosen, choose_experts, sum_of_chosen
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
 
 MUL_BLOCK = 1024
 MAX_FEW_ROWS = 64
 ITEM_BYTES = 2  # of the types that `_few_rows_kernel` multiplies
+GROUPED_CAPABILITIES = (9, 10)  # where torch has a kernel of bfloat16 products by groups
+GROUPED_ALIGNMENT = 16  # bytes, of the rows that it reads
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -200,12 +203,20 @@ class _FewRows:
         return replace(chosen, num_stages=min(chosen.num_stages, shared_bytes // stage_bytes))
 
 
+def has_grouped_products(device: torch.device) -> bool:
+    """Tells whether products by groups read the groups' sizes on the device alone; on a CPU, where
+    kernels are interpreted, it does not matter."""
+    is_cpu = device.type == "cpu"
+    return is_cpu or torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES
+
+
 class TritonOps:
     """Implements `LayerOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._shared_bytes = shared_memory_bytes(device)
+        self._has_grouped = has_grouped_products(device)
 
     def _launch(self, num_programs: int) -> dict[str, int]:
         return dependent_launch(self._device, num_programs)
@@ -242,6 +253,44 @@ class TritonOps:
             **self._launch(num_programs),
         )  # fmt: skip
         return out
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        num_chosen: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        if not x.shape[0]:
+            return torch.empty_like(x)
+        chosen = choose_experts(scores, num_chosen, normalizes)
+        strides = x.shape[1], down.shape[2]
+        is_aligned = all(stride * x.itemsize % GROUPED_ALIGNMENT == 0 for stride in strides)
+        if not (self._has_grouped and x.dtype == torch.bfloat16 and is_aligned):
+            return self._all_experts(x, chosen, gate_up, down)
+
+        def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            numbers = torch.arange(len(down), device=experts.device)
+            ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+            both = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+            return F.grouped_mm(self.silu_and_mul(both), down.transpose(1, 2), offs=ends)
+
+        return sum_of_chosen(x, chosen, compute)
+
+    def _all_experts(
+        self, x: torch.Tensor, chosen: Chosen, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes every expert for every row, where a product by groups would wait for their
+        sizes, which no recorded graph can."""
+        weights = chosen.weights.new_zeros((x.shape[0], len(down)))
+        weights.scatter_(1, chosen.experts, chosen.weights)
+        total = torch.zeros_like(x)
+        for expert, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+            product = self.linear(self.gated_linear(x, first, None), second, None)
+            total.addcmul_(product, weights[:, expert, None].to(x.dtype))
+        return total
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table
