@@ -129,6 +129,7 @@ def test_a_rank_that_is_gone_or_stopped_ends_the_server(
         family += children.values()
         environ = children["rank 1"].environ()
         assert environ["NCCL_NVLS_ENABLE"] == "0"
+        assert environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         os.kill(children[victim].pid, number)
         assert reason in server.process.communicate(timeout=ENDS_S)[1]
         assert server.process.returncode != 0

@@ -235,6 +235,7 @@ def test_an_interrupt_leaves_nothing(family: list[psutil.Process]) -> None:
         assert sorted(children) == ["rank 1", "scheduler"]
         for child in children.values():
             assert child.environ()["NCCL_NVLS_ENABLE"] == "0"
+            assert child.environ()["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         assert server.generate().status_code == 200
         port = server.client.base_url.port
         assert port is not None

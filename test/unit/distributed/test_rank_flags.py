@@ -84,4 +84,6 @@ def test_parts_follow_each_other_and_make_the_whole(whole: int, num_ranks: int) 
 
 def test_no_process_may_use_multicast_of_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
     assert child_environ()["NCCL_NVLS_ENABLE"] == "0"
+    assert child_environ()["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"

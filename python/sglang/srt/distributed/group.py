@@ -6,6 +6,7 @@ CPU and all that is agreed on through gloo, over this machine's loopback address
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
+from sglang.srt.distributed.one_shot import OneShotSums
 from sglang.srt.shard import Shard
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(days=1)  # the launcher ends all ranks when one is gone or stopped
 
 NCCL_ENVIRON = {
     "NCCL_NVLS_ENABLE": "0",  # no multicast of NVLink
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # nor here
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank calls its own GPU the first
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the launcher watches the ranks
 }
 # Bytes of a rank in messages that connect GPUs in every way that steps will use.
@@ -50,6 +56,7 @@ class RankGroup:
         self.shard = shard
         self._meeting_point = meeting_point
         self._on_gpus: Any = None
+        self.one_shot: OneShotSums | None = None
         gloo: Any = dist.ProcessGroupGloo  # torch does not say what types it has
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
@@ -61,13 +68,14 @@ class RankGroup:
         if shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
 
-    def connect_gpus(self, device: str, dtype: torch.dtype) -> None:
+    def connect_gpus(self, device: str, dtype: torch.dtype, one_shot_bytes: int = 0) -> None:
         """Connects the GPUs of all ranks, and sends first messages of the type that steps send:
         later there may be little memory for what that takes, and a CUDA graph can contain only what
         is connected.
 
         Args:
             device: this rank's.
+            one_shot_bytes: of the largest message that is summed in one exchange, if the GPUs can.
 
         Raises:
             ValueError: if this torch cannot.
@@ -87,10 +95,27 @@ class RankGroup:
         for num_bytes in FIRST_MESSAGES:
             message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
             self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
+        if one_shot_bytes:
+            self._connect_one_shot(dist.PrefixStore("one shot", store), device, one_shot_bytes)
+            message = torch.zeros((1, one_shot_bytes // dtype.itemsize), dtype=dtype, device=device)
+            self.sum(message)
         torch.cuda.synchronize()
         self._group.barrier().wait()
         if self.shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
+
+    def _connect_one_shot(self, store: dist.Store, device: str, num_bytes: int) -> None:
+        """Has small messages summed in one exchange, on all ranks or on none."""
+        found, problem = None, ""
+        try:
+            found = OneShotSums(self.shard, self._group, store, device, num_bytes)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        problems = [*filter(None, self.texts(problem))]
+        if not problems:
+            self.one_shot = found
+        elif self.shard.rank == 0:
+            logger.warning("NCCL sums small messages too, since: %s", problems[0])
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -126,6 +151,9 @@ class RankGroup:
     def all_reduce(self, x: torch.Tensor) -> None:
         """Overwrites x, of the same shape on all ranks, with the sum of all. On a GPU it is queued
         in the current stream, like a kernel."""
+        if self.one_shot is not None and self.one_shot.takes(x):
+            self.one_shot.all_reduce(x)
+            return
         options = AllreduceOptions()
         options.asyncOp = False
         _wait(self._group_of(x).allreduce, [x], options)

@@ -31,6 +31,7 @@ CHILD_ENVIRON = {
     "TOKENIZERS_PARALLELISM": "false",
     # Ranks do without the multicast of NVLink.
     "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 NO_MORE: Mapping[str, str] = {}

@@ -15,6 +15,7 @@ import torch
 
 from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
 from sglang.srt.distributed.group import RankGroup, RankLostError
+from sglang.srt.distributed.one_shot import ONE_SHOT_BYTES
 from sglang.srt.environ import Environ
 from sglang.srt.messages.ipc import IpcAddresses
 from sglang.srt.model_config import ModelConfig, load_model_config
@@ -102,7 +103,8 @@ def make_model_parts(
         if ranks is not None:
             with start_phase("Connecting the GPUs of all ranks"):
                 execution = config.execution
-                ranks.connect_gpus(execution.device, getattr(torch, execution.dtype))
+                one_shot = ONE_SHOT_BYTES if environ.one_shot_sums else 0
+                ranks.connect_gpus(execution.device, getattr(torch, execution.dtype), one_shot)
     runners = make_runners(config.execution, *draft_models, ranks=ranks)
     prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace if is_first else None

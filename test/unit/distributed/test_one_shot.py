@@ -1,0 +1,170 @@
+"""Sums of small messages over shared memory: which messages go so, and that all ranks agree on it.
+Memory of the CPU and gloo stand in for the GPUs' memory and torch's kernel."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+
+from benchmark.measure import rank_sums
+from sglang.srt.distributed import one_shot
+from sglang.srt.distributed.group import RankGroup
+from sglang.srt.distributed.one_shot import NAME, OneShotSums
+from sglang.srt.shard import Shard
+
+NUM_RANKS, LIMIT = 2, 1024
+BF16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
+
+
+class FakeNccl:
+    class Options: ...
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+
+class FakeMemory:
+    """Stands in for `_SymmetricMemory`, and for the kernel."""
+
+    def __init__(self, unable: int | None) -> None:
+        self._unable = unable
+        self._arrivals = itertools.count()
+        self._rank_of: dict[int, RankGroup] = {}
+        self.ranks: list[RankGroup] = []
+        self.summed: list[int] = []  # bytes
+
+    def empty_strided_p2p(
+        self, size: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def rendezvous(self, shared: torch.Tensor, name: str) -> None:
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        number = next(self._arrivals)
+        if number == self._unable:
+            raise RuntimeError("CUDA driver error: no peer\nin some file")
+        self._rank_of[shared.data_ptr()] = self.ranks[number]
+
+    def all_reduce(self, shared: torch.Tensor, how: str, name: str, out: torch.Tensor) -> None:
+        assert (how, name, shared.shape) == ("sum", NAME, out.shape)
+        self.summed.append(shared.nbytes)
+        total = shared.clone()
+        self._rank_of[shared.data_ptr()]._group.allreduce([total]).wait()
+        out.copy_(total)
+
+
+def connected(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unable: int | None = None
+) -> tuple[list[RankGroup], FakeMemory, ThreadPoolExecutor]:
+    memory, pool = FakeMemory(unable), ThreadPoolExecutor(NUM_RANKS)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(one_shot, "_SymmetricMemory", memory)
+    monkeypatch.setattr(one_shot, "_register_process_group", lambda name, group: None)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    shards = [Shard(rank, NUM_RANKS) for rank in range(NUM_RANKS)]
+    memory.ranks = [*pool.map(lambda shard: RankGroup(shard, folder / "ranks"), shards)]
+    return memory.ranks, memory, pool
+
+
+@pytest.fixture
+def kernel() -> Iterator[list[FakeMemory]]:
+    """The memory that the kernel on a CPU sums, to be filled in."""
+    memories: list[FakeMemory] = []
+    with torch.library._scoped_library("symm_mem", "IMPL") as library:
+        library.impl(
+            "one_shot_all_reduce_out",
+            lambda *arguments: memories[0].all_reduce(*arguments) or arguments[-1],  # type: ignore[func-returns-value]
+            "CPU",
+        )
+        yield memories
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "dtype", "offset", "is_small"),
+    [
+        (8, BF16, 0, True),
+        (LIMIT // 2, BF16, 0, True),
+        (LIMIT // 4, FLOAT32, 4, True),
+        (LIMIT // 2 + 8, BF16, 0, False),
+        (8, FLOAT16, 0, False),  # the kernel has no such sums
+        (12, BF16, 0, False),  # 24 bytes
+        (8, BF16, 4, False),  # begins after 8 bytes
+    ],
+)
+def test_small_messages_that_the_kernel_takes_are_summed_by_it(
+    num_elements: int,
+    dtype: torch.dtype,
+    offset: int,
+    is_small: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: list[FakeMemory],
+) -> None:
+    ranks, memory, pool = connected(tmp_path, monkeypatch)
+    kernel.append(memory)
+    list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, LIMIT), ranks))
+    assert memory.summed == [LIMIT] * NUM_RANKS, "A first sum of the largest message."
+    values = torch.arange(num_elements * NUM_RANKS).view(NUM_RANKS, -1) % 64
+    wholes = [torch.zeros(num_elements + offset, dtype=dtype) for _ in ranks]
+    for whole, value in zip(wholes, values, strict=True):
+        whole[offset:] = value
+    list(pool.map(lambda rank, whole: rank.sum(whole[None, offset:]), ranks, wholes))
+    for whole in wholes:
+        assert whole[offset:].tolist() == values.sum(0).tolist()
+        assert not whole[:offset].any()
+    assert len(memory.summed) == (2 if is_small else 1) * NUM_RANKS
+
+
+def test_one_rank_that_cannot_read_the_others_leaves_all_sums_to_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks, memory, pool = connected(tmp_path, monkeypatch, unable=1)
+    with caplog.at_level(logging.WARNING):
+        list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, LIMIT), ranks))
+    assert [rank.one_shot for rank in ranks] == [None, None]
+    assert caplog.messages == ["NCCL sums small messages too, since: CUDA driver error: no peer"]
+    messages = [torch.ones((1, 8)) for _ in ranks]
+    list(pool.map(lambda rank, x: rank.sum(x), ranks, messages))
+    assert all(message.tolist() == [[2.0] * 8] for message in messages)
+    assert not memory.summed
+
+
+def test_torch_finds_the_ranks_by_the_name_of_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's launch looks up the group, and fails if that has no backend to name it."""
+    ranks = RankGroup(Shard(0, 1), tmp_path / "ranks")
+    monkeypatch.setattr(one_shot, "_SymmetricMemory", FakeMemory(None))
+    monkeypatch.setattr(FakeMemory, "rendezvous", lambda *arguments: None)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    sums = OneShotSums(ranks.shard, ranks._group, store, "cpu", LIMIT)
+    found = _resolve_process_group(NAME)
+    assert (found.rank(), found.size(), found.group_name) == (0, 1, NAME)
+    del sums
+
+
+def test_the_benchmark_times_each_size_on_both_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_sums, "REPEATS", 1)
+
+    def rows(rank: int) -> list[dict[str, Any]]:
+        arguments = argparse.Namespace(folder=tmp_path, rank=rank, device="cpu", sums=1)
+        return rank_sums.measure(arguments)
+
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        for found in pool.map(rows, range(NUM_RANKS)):
+            assert [row["bytes"] for row in found] == rank_sums.SIZES
+            assert all(row["gloo_us"] > 0 and row["equal"] for row in found)
