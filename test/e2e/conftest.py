@@ -13,7 +13,7 @@ from serving_utils import RunningServer, running_server
 
 @pytest.fixture(scope="session", params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """An engine to pause, or a server, whose front end knows nothing of overlap."""
+    """An engine to pause, or a server."""
     with open_target(request.param) as target:
         yield target
 

@@ -20,8 +20,8 @@ MAX_NEAR_TIES = 0 if TARGET.dtype == "float32" else 1  # of the requests of a te
 
 
 def with_each_target(kinds: Iterable[str]) -> pytest.MarkDecorator:
-    """Each target with one kind of requests: `mixed` ones meet all of them in other tests."""
-    pairs = list(zip(TARGETS, kinds, strict=True))
+    """Targets in turn, each kind of requests once: `mixed` ones meet all targets in other tests."""
+    pairs = list(zip(itertools.cycle(TARGETS), kinds, strict=False))
     return pytest.mark.parametrize(("target", "kind"), pairs, indirect=["target"], scope="session")
 
 

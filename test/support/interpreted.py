@@ -1,8 +1,10 @@
-"""Runs a conformance table in a process of its own, with Triton's interpreter on the CPU: Triton
-reads TRITON_INTERPRET where kernels are defined."""
+"""Runs conformance tables beside this process, with Triton's interpreter on the CPU: Triton reads
+TRITON_INTERPRET where kernels are defined."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -16,8 +18,6 @@ from code_shape import ROOT
 
 Case = TypeVar("Case")
 ASKED = "INTERPRETED_CASES"  # a list of names; without it a program runs all
-
-TIMEOUT_S = 900.0  # twenty times what the longest table takes on a machine of its own
 
 
 def asked(cases: Mapping[str, Case]) -> dict[str, Case]:
@@ -36,23 +36,37 @@ def run_interpreted(
         request: of a fixture of a module; cases that no test names which reads the fixture, and is
             to run, are left out. None: none is.
     """
+    variables = {} if request is None else {ASKED: json.dumps(sorted(named(request)))}
+    process = _interpreter()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    asked_for = [str(ROOT / "test" / program), [name], variables]
+    print(json.dumps(asked_for), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    assert answer, "Triton's interpreter has ended"
+    status, output, errors = json.loads(answer)
+    assert status == 0, f"the table ended early, with status {status}:\n{errors}"
+    return dict(json.loads(line) for line in output.splitlines())
+
+
+@functools.cache
+def _interpreter() -> subprocess.Popen[str]:
+    """A process that has imported torch and Triton, for all tables that this one asks for."""
     paths = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
-    process = subprocess.run(
-        [sys.executable, ROOT / "test/support/quick_interpreter.py", ROOT / "test" / program, name],
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "test/support/quick_interpreter.py"],
         env={
             **os.environ,
             "TRITON_INTERPRET": "1",
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "OMP_NUM_THREADS": "1",
-            **({} if request is None else {ASKED: json.dumps(sorted(named(request)))}),
         },
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=TIMEOUT_S,
-        check=False,
     )
-    assert process.returncode == 0, f"the table ended early:\n{process.stderr}"
-    return dict(json.loads(line) for line in process.stdout.splitlines())
+    atexit.register(process.communicate)  # which closes its input, and so ends it
+    return process
 
 
 def named(request: pytest.FixtureRequest) -> set[str]:

@@ -28,27 +28,39 @@ class Reference:
 
 
 def transformers_greedy(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
-    """`generate` of transformers, one prompt at a time, float32, the mask token suppressed."""
+    """`generate` of transformers, float32, the mask token suppressed; of all prompts at once, with
+    padding on the left that none of them sees."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     mask = getattr(model.config, "mtp_mask_token_id", None)
-    references = []
-    for prompt in prompts:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            suppress_tokens=None if mask is None else [mask],
-            return_dict_in_generate=True,
-            output_scores=True,
-            pad_token_id=0,
-        )
-        tops = [scores[0].topk(2).values for scores in out.scores]
-        gaps = [float(top[0] - top[1]) for top in tops]
-        references.append(Reference(prompt, out.sequences[0, len(prompt) :].tolist(), gaps))
-    return references
+    longest = max(map(len, prompts))
+    paddings = [longest - len(prompt) for prompt in prompts]
+    padded = [[0] * count + prompt for count, prompt in zip(paddings, prompts, strict=True)]
+    seen = [[0] * count + [1] * (longest - count) for count in paddings]
+    out = model.generate(
+        torch.tensor(padded),
+        attention_mask=torch.tensor(seen),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        suppress_tokens=None if mask is None else [mask],
+        return_dict_in_generate=True,
+        output_scores=True,
+        pad_token_id=0,
+    )
+    best, second = torch.stack(out.scores, dim=1).topk(2).values.unbind(-1)  # [R, num_tokens]
+    found = zip(prompts, out.sequences[:, longest:].tolist(), (best - second).tolist(), strict=True)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [Reference(prompt, *_until(ends, tokens, gaps)) for prompt, tokens, gaps in found]
+
+
+def _until(
+    ends: list[int | None], tokens: list[int], gaps: list[float]
+) -> tuple[list[int], list[float]]:
+    """Cuts off what is behind the first token that ends an output."""
+    count = next((place for place, token in enumerate(tokens, 1) if token in ends), len(tokens))
+    return tokens[:count], gaps[:count]
 
 
 def most_near_ties(num_requests: int) -> float:

@@ -9,22 +9,33 @@ What kernels compute is the same, bit for bit.
 
     export TRITON_INTERPRET=1 PYTHONPATH=python:sgl-kernel/python:test/support
     python test/support/quick_interpreter.py test/support/attention_cases.py triton
+
+Without a program it reads lines, each a list of a program, its arguments and the environment that
+it gets besides. Each runs in a fork of this process, so torch and Triton are imported once. The
+answer is a line, a list of its exit status, its output and its errors.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import runpy
+import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
+import torch
 import triton
 from triton import language
 from triton.runtime import interpreter
 
 KNOWN = "3.9."  # version whose private names these are; others run as they come
+TIMEOUT_S = 900  # of a fork: twenty times what the longest table takes on a machine of its own
 MODULES = (language, language.core)  # that a function may name, and that are then prepared
 
 
@@ -58,10 +69,45 @@ class PreparedOnce:
 
 
 def main(program: str, *arguments: str) -> None:
-    if triton.__version__.startswith(KNOWN):
-        shorten()
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="__main__")
+
+
+def serve() -> None:
+    """Answers lines until there are no more."""
+    torch.set_num_threads(1)  # a fork has none of the other threads
+    for line in sys.stdin:
+        program, arguments, variables = json.loads(line)
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            status = forked(functools.partial(main, program, *arguments), variables, output, errors)
+            texts = []
+            for file in (output, errors):
+                file.seek(0)
+                texts.append(file.read())
+        print(json.dumps([status, *texts]), flush=True)
+
+
+def forked(
+    run: Callable[[], None], variables: dict[str, str], output: IO[str], errors: IO[str]
+) -> int:
+    """Returns the exit status of a fork that runs this, negative: the signal that ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        signal.alarm(TIMEOUT_S)
+        for number, file in enumerate((output, errors), 1):
+            os.dup2(file.fileno(), number)
+        os.environ.update(variables)
+        run()
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def shorten() -> None:
@@ -78,4 +124,9 @@ def shorten() -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if triton.__version__.startswith(KNOWN):
+        shorten()
+    if len(sys.argv) > 1:
+        main(*sys.argv[1:])
+    else:
+        serve()

@@ -165,6 +165,7 @@ def test_greedy_tokens_of_a_batch_and_of_cached_prompts(family: Model, page_size
     assert decoding.generate(asked, 5, chunk=10) == outputs
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_option_matters(tmp_path: Path, name: str) -> None:
     """Logits without it differ by far more than the tolerance."""
@@ -233,6 +234,7 @@ def by_transformers() -> Iterator[None]:
 TREE = TreeShape(topk=2, depth=3, num_drafts=5)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.usefixtures("by_transformers")
 @pytest.mark.parametrize("kind", [EAGLE3, "tree", STANDALONE, "NGRAM"])
 def test_drafts_change_no_token(drafted: dict[str, Path], kind: str) -> None:
@@ -321,6 +323,7 @@ def served_by_ranks(path: Path, num_ranks: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", ["Gemma 2", "Granite", "GLM-4"])
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     """Of GLM-4 each has the whole feed-forward part, as transformers' plan does not divide it."""

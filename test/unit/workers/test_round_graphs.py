@@ -285,10 +285,11 @@ def test_every_tier_has_graphs_that_serve_any_tier_before_and_behind_it(
     assert given == {*tiers[1:]}, "A head that is to draft nothing does nothing."
 
 
-def test_with_checks_of_kv_there_is_none(paths: dict[str, Path], right: list[list[int]]) -> None:
+def test_with_checks_of_kv_there_is_none(paths: dict[str, Path]) -> None:
     served = serving(paths, checks_kv=True)
-    submit_all(served)
+    served.harness.generate([prompts()[0]], **params_of(0))
     assert not served.rounds
+    assert served.num_pieces > 3
 
 
 def test_thresholds_are_for_pieces(paths: dict[str, Path]) -> None:
@@ -392,7 +393,7 @@ def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
     found = []
     for harness in (plain, served.harness):
         ids = []
-        for each, length in zip(prompts(), (90, 101, 117, 3), strict=False):
+        for each, length in zip(prompts(), (90, 101, 117, 80), strict=False):
             prompt = each[:1] * length
             params = {"temperature": 0.0, "max_new_tokens": CONTEXT - length}
             ids.append(harness.submit(prompt, **params))
@@ -400,7 +401,7 @@ def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
         harness.check()
         found.append([harness.outputs[each].token_ids for each in ids])
     assert found[0] == found[1]
-    assert [len(tokens) for tokens in found[0]] == [38, 27, 11, 125]
+    assert [len(tokens) for tokens in found[0]] == [38, 27, 11, 48]
     assert len(served.rounds) > 10
 
 
