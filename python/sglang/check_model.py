@@ -43,6 +43,7 @@ from sglang.srt.processes.flag_checks import (
     CPU_KV_SHARE,
     DTYPE_BYTES,
     GPU_STATIC_SHARE,
+    check_is_no_head,
 )
 from sglang.srt.registry import MODELS, OWN, TRANSFORMERS_MODEL
 from sglang.srt.tensor_headers import (
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         folder = resolve_model_path(given.folder, "FOLDER")
         entries = read_entries(folder)
-        target = None if given.target is None else load_model_config(given.target, "--target")
+        target = None if given.target is None else _target(given.target)
         if _is_head(folder, entries):
             good = _look_at_head(findings, folder, entries, target)
         else:
@@ -80,6 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     except (ModelPathError, TokenizerError) as error:
         findings.problems.append(" ".join(str(error).split()))
     return findings.conclude(good)
+
+
+def _target(path: str) -> ModelConfig:
+    """Reads the config of the model to draft for.
+
+    Raises:
+        ModelPathError: if it cannot be served.
+    """
+    target = load_model_config(path, "--target")
+    check_is_no_head(target)
+    return target
 
 
 def make_parser() -> argparse.ArgumentParser:
