@@ -45,7 +45,7 @@ from sglang.srt.processes.flag_checks import (
     GPU_STATIC_SHARE,
     check_is_no_head,
 )
-from sglang.srt.registry import MODELS, OWN, TRANSFORMERS_MODEL
+from sglang.srt.registry import MODELS, OWN, TRANSFORMERS, TRANSFORMERS_MODEL, load
 from sglang.srt.tensor_headers import (
     Headers,
     bytes_by_type,
@@ -196,12 +196,27 @@ def _config(folder: Path, entries: dict[str, Any]) -> ModelConfig | None:
         ModelPathError: if it cannot be served.
     """
     if architecture_of(entries) not in BY_TRANSFORMERS:
-        return parse_model_config(folder, entries)
+        config = parse_model_config(folder, entries)
+        if config.impl == TRANSFORMERS:
+            _look_at_code(config)
+        return config
     text = text_entries(entries)
     problem = why_not_computed(entries) or why_no_sizes(text) or why_not_installed()
     if problem is not None:
         raise ModelPathError(f"{folder / 'config.json'} cannot be used: {problem}.")
     return None
+
+
+def _look_at_code(config: ModelConfig) -> None:
+    """Makes the model without memory, as a start does, to see what its code calls.
+
+    Raises:
+        ModelPathError: if that cannot be served.
+    """
+    import torch
+
+    with torch.device("meta"):
+        load(config.model_class)(config, config.context_len)
 
 
 def _weights(headers: Headers, num_files: int) -> str:
