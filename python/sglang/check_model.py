@@ -43,8 +43,9 @@ from sglang.srt.processes.flag_checks import (
     CPU_KV_SHARE,
     DTYPE_BYTES,
     GPU_STATIC_SHARE,
+    check_is_no_head,
 )
-from sglang.srt.registry import MODELS, OWN, TRANSFORMERS_MODEL
+from sglang.srt.registry import MODELS, OWN, TRANSFORMERS, TRANSFORMERS_MODEL, load
 from sglang.srt.tensor_headers import (
     Headers,
     bytes_by_type,
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         folder = resolve_model_path(given.folder, "FOLDER")
         entries = read_entries(folder)
-        target = None if given.target is None else load_model_config(given.target, "--target")
+        target = None if given.target is None else _target(given.target)
         if _is_head(folder, entries):
             good = _look_at_head(findings, folder, entries, target)
         else:
@@ -80,6 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     except (ModelPathError, TokenizerError) as error:
         findings.problems.append(" ".join(str(error).split()))
     return findings.conclude(good)
+
+
+def _target(path: str) -> ModelConfig:
+    """Reads the config of the model to draft for.
+
+    Raises:
+        ModelPathError: if it cannot be served.
+    """
+    target = load_model_config(path, "--target")
+    check_is_no_head(target)
+    return target
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -184,12 +196,27 @@ def _config(folder: Path, entries: dict[str, Any]) -> ModelConfig | None:
         ModelPathError: if it cannot be served.
     """
     if architecture_of(entries) not in BY_TRANSFORMERS:
-        return parse_model_config(folder, entries)
+        config = parse_model_config(folder, entries)
+        if config.impl == TRANSFORMERS:
+            _look_at_code(config)
+        return config
     text = text_entries(entries)
     problem = why_not_computed(entries) or why_no_sizes(text) or why_not_installed()
     if problem is not None:
         raise ModelPathError(f"{folder / 'config.json'} cannot be used: {problem}.")
     return None
+
+
+def _look_at_code(config: ModelConfig) -> None:
+    """Makes the model without memory, as a start does, to see what its code calls.
+
+    Raises:
+        ModelPathError: if that cannot be served.
+    """
+    import torch
+
+    with torch.device("meta"):
+        load(config.model_class)(config, config.context_len)
 
 
 def _weights(headers: Headers, num_files: int) -> str:

@@ -21,8 +21,7 @@ from serving_utils import running_server
 from sglang.srt.model_config import resolve_model_path
 from target import MAX_GAPS
 
-if torch.cuda.device_count() < 2:
-    pytest.skip("needs two CUDA GPUs", allow_module_level=True)
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 NUM_PROMPTS, MOST_TIES = 50, 0.02  # share of prompts that a near-tie may divide
 NUM_TOKENS, NUM_LAYERS = 32, 2

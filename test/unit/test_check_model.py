@@ -186,6 +186,19 @@ def test_a_draft_model_is_compared_with_its_target(
     assert "vocab_size is 96, but that of the target" in said(capsys, 1, folder, "--target", "demo")
 
 
+def test_a_head_is_no_target(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, 1, "demo-draft", "--target", "demo-eagle3")
+    assert "only drafts for another model" in text
+
+
+def test_a_family_that_is_no_name_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = {**LLAMA, "architectures": ["LlamaForCausalLMNextN"], "model_type": {"a": 1}}
+    folder = write_model(tmp_path, entries, {})
+    assert "of the family {'a': 1} has" in said(capsys, 1, folder, "--target", "demo")
+
+
 def test_it_names_the_drafters_that_a_model_has(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(said(capsys, 0, "demo"))["drafters"]
     assert found.startswith("multi-token prediction (mask token 2), NGRAM; ")

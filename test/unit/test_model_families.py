@@ -152,6 +152,17 @@ def test_kv_is_counted_by_the_tensors_of_a_family_without_a_file_of_its_own(
     assert "by transformers' own modelling code" in capsys.readouterr().out
 
 
+def test_code_that_does_not_run_here_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of GPT-J only the code says that it cannot be served."""
+    folder = write_model(tmp_path, entries_of("gptj", **SIZES), {})
+    load_model_config(folder)
+    assert check_model.main([folder]) == 1
+    assert "PROBLEM: " in (text := capsys.readouterr().out)
+    assert "transformers' code does not run here" in text
+
+
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
 

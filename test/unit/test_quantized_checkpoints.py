@@ -106,6 +106,7 @@ def test_a_converted_model_has_the_values_that_were_stored(
     [
         ({"version": "marlin"}, "in the form 'marlin'"),
         ({"bits": 3}, "3 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "known are gptq and gptq_v2 with 4 or 8 bits"),
         ({"bits": None}, "None bits"),
     ],
     ids=str,
@@ -138,4 +139,16 @@ def test_parts_that_are_missing_or_misshapen_are_refused_and_nothing_is_written(
         save_file(tensors, file)
     assert main([str(source), str(target)]) == 1
     assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_quantized_weights_in_a_pickle_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    write_quantized(source, "gptq")
+    for file in source.glob("*.safetensors"):
+        file.rename(source / f"pytorch_{file.stem}.bin")
+    assert main([str(source), str(tmp_path / "target")]) == 1
+    assert "has no *.safetensors" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [source]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from contextlib import contextmanager
 def keep_out_of_collections() -> None:
     """Exempts all objects that exist now from collections: those of torch are so many that looking
     at them holds up steps. A process calls it once, after start-up; cycles among these objects are
-    never freed."""
+    freed when it ends, since libraries report what is left then."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def layout_problem(
 def _family_problem(entries: Mapping[str, Any], tensors: Collection[str]) -> str:
     family = {**entries, **(entries.get(INNER) or {})}.get("model_type")
     reasons = [reason for part, reason in MISSING.items() if any(part in it for it in tensors)]
-    if family in FAMILY_DEFAULTS and not reasons:
+    if family in [*FAMILY_DEFAULTS] and not reasons:  # it may be an object
         return ""
     return (
         f"the layer for multi-token prediction (NEXTN) of the family {family!r} has"

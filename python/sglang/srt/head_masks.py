@@ -8,6 +8,7 @@ from sglang.srt.head_layouts import DFLASH, MASK_DEPTHS, MASK_TOKENS, Layout
 from sglang.srt.model_config import ModelConfig
 
 BLOCK_SIZE, FROM_ANCHOR = "block_size", "sample_from_anchor"
+MAX_BLOCK_SIZE = 64  # rows of a block
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ def read_mask_input(
         raise config.refusal(
             f"{BLOCK_SIZE} is missing, the rows that a head of DFlash drafts from; write the number"
             " that it was trained with"
+        )
+    if block_size > MAX_BLOCK_SIZE:
+        raise config.refusal(
+            f"{BLOCK_SIZE} is {block_size}, but must be at most {MAX_BLOCK_SIZE}; use a head with"
+            " smaller blocks"
         )
     if config.flag(FROM_ANCHOR):
         raise config.refusal(

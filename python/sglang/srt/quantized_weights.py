@@ -54,6 +54,10 @@ def dequantize(source: Path, target: Path) -> None:
     settings = entries.pop(QUANTIZATION)
     _check_settings(source, settings)
     names, _ = weight_names(source, [file.name for file in source.iterdir()])
+    if not names:
+        raise QuantizedWeightsError(
+            f"{source} has no *.safetensors, which is all that quantized weights are read from"
+        )
     with whole_folder(target) as folder, ExitStack() as stack:
         copy_small_files(source, folder)
         (folder / CONFIG).write_text(json.dumps(entries, indent=2))
@@ -69,11 +73,12 @@ def _check_settings(source: Path, settings: dict[str, Any]) -> None:
     is_awq = settings["quant_method"] == "awq"
     form = settings.get("version" if is_awq else "checkpoint_format")
     bits = _bits_of(settings)
-    known = ("gemm",) if is_awq else ("gptq", "gptq_v2")
-    if str(form or known[0]).lower() not in known or bits not in ((4,) if is_awq else (4, 8)):
+    known, sizes = (("gemm",), (4,)) if is_awq else (("gptq", "gptq_v2"), (4, 8))
+    if str(form or known[0]).lower() not in known or bits not in sizes:
         said = f"{bits!r:.20} bits in the form {form!r:.20}"
         raise QuantizedWeightsError(
-            f"{source / CONFIG} says {said}; known are {' and '.join(known)} with 4 bits"
+            f"{source / CONFIG} says {said}; known are {' and '.join(known)} with"
+            f" {' or '.join(map(str, sizes))} bits"
         )
 
 

@@ -19,11 +19,14 @@ MAX_LAYERS = 1024  # more than any model has; its configs make lists of so many 
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 WRONG_ENTRIES = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, OSError)
 WITH_PARTS = "ForConditionalGeneration"  # ends names of models that read more than text
-# Entries that choose code or weights, and none of a model's shape.
+# Entries that choose code or weights, or label classes, and none of a decoder's shape.
 NOT_SHAPE = (
     "attn_implementation",
     "auto_map",
     "experts_implementation",
+    "id2label",
+    "label2id",
+    "num_labels",
     "output_attentions",
     "output_hidden_states",
     "quantization_config",

@@ -156,6 +156,7 @@ def test_a_head_of_mask_tokens_without_their_hidden_states_is_refused(
     [
         ({"block_size": None}, "block_size is missing, the rows that a head of DFlash drafts"),
         ({"block_size": 1}, "block_size"),
+        ({"block_size": 65}, "block_size is 65, but must be at most 64; use"),
         ({"dflash_config": {"mask_token_id": None}}, "a head of DFlash is fed a mask token"),
         ({"dflash_config": {"mask_token_id": 4096}}, "the mask token is 4096, but vocab_size is"),
         ({"dflash_config": {BLOCK_IDS: None}}, "no layers of the target are named"),

@@ -47,7 +47,7 @@ from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
 from sglang.srt.shard import Shard
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.transformers_config import why_not
+from sglang.srt.transformers_config import read_config, why_not
 from sglang.srt.workers.tp_worker import TpModelWorker
 from thread_ranks import ThreadRanks
 from utils import (
@@ -401,6 +401,12 @@ def test_our_own_families_do_not_import_transformers(tmp_path: Path) -> None:
         f" load({str(path)!r}); assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)
+
+
+def test_labels_of_classes_are_not_made() -> None:
+    """transformers' configs make a name of each."""
+    entries = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "model_type": "olmo2"}
+    assert len(read_config({**entries, "num_labels": 1 << 20}).id2label) < 10
 
 
 def test_entries_that_choose_code_do_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 from sglang.srt.flag_values import as_flag
+from sglang.srt.head_masks import MAX_BLOCK_SIZE
 from sglang.srt.lookahead.adaptive_config import MAX_NUM_STEPS
 from sglang.srt.processes.config_error import ConfigError, Refusal
 from sglang.srt.server_args import ServerArgs
@@ -49,7 +50,7 @@ BOUNDS = {
     "speculative_num_steps": (1, MAX_NUM_STEPS),
     "speculative_eagle_topk": (1, MAX_ROWS),
     "speculative_num_draft_tokens": (2, 1 + MAX_NUM_STEPS),
-    "speculative_dflash_block_size": (2, 1 + MAX_NUM_STEPS),
+    "speculative_dflash_block_size": (2, MAX_BLOCK_SIZE),
     "speculative_accept_threshold_single": (0, 1),
     "speculative_accept_threshold_acc": (0, 1),
     "speculative_ngram_max_trie_depth": (1, 64),
