@@ -488,4 +488,4 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
 
 def test_a_step_knows_its_prompts() -> None:
     assert case_of(batch_of([0, 0, 0])) == StepCase(3)
-    assert case_of(batch_of([100, 0, 20, 0])) == StepCase(2).beside(128)
+    assert case_of(batch_of([100, 20, 0, 0])) == StepCase(2).beside(128)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -86,21 +85,18 @@ class UpcomingStep:
         is_fed: bool = True,
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
-        kv_lens, num_prompts, emits = batch.kv_lens_before, batch.num_prompt_tokens, batch.emits
-        kv_tokens = sum(compress(kv_lens, emits))
-        prompt_rows, longest, prompts = sum(num_prompts), 0, list[PromptChunk]()
-        if prompt_rows:
-            fed = compress(kv_lens, num_prompts), compress(num_prompts, num_prompts)
-            prompts = list(map(PromptChunk, *fed))
-            kv_tokens += sum(compress(num_prompts, emits))
-            longest = max(num_prompts)
+        split = batch.num_prompts
+        fed, num_fed = batch.requests[:split], batch.num_prompt_tokens[:split]
+        new = [each.kv_len_before + each.num_prompt_tokens for each in fed if each.emits]
         return cls(
             emitting=emitting,
-            kv_tokens=kv_tokens,
-            prompt_rows=prompt_rows,
-            longest_prompt=longest,
-            prompt_reqs=emits.count(False),
-            prompts=tuple(prompts),
+            kv_tokens=sum(batch.kv_lens_before[split:]) + sum(new),
+            prompt_rows=sum(num_fed),
+            longest_prompt=max(num_fed, default=0),
+            prompt_reqs=split - len(new),
+            prompts=tuple(
+                [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
+            ),
             num_ended=num_ended,
             is_packed=is_packed,
             is_fed=is_fed,
