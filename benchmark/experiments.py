@@ -19,6 +19,7 @@ from benchmark.goals import (
     MIN_HTTP_OVER_ENGINE,
     MIN_OPTED_OUT_OVER_PLAIN,
     MIN_PAIRED_MEDIAN,
+    MIN_TRANSFORMERS_OVER_OWN,
 )
 from benchmark.paired import Pair
 from benchmark.stream_ways import ROUTES
@@ -180,6 +181,12 @@ NGRAM_TEXTS = {
     "known": Text(is_known=True),
 }
 
+# ---------------------------------------------------------------- transformers' code beside ours
+
+
+OWN, BY_TRANSFORMERS = "own", "transformers"
+IMPL_WAYS = {name: EngineWay(flags={"model_impl": name}) for name in (OWN, BY_TRANSFORMERS)}
+
 # ---------------------------------------------------------------- drafters beside their bound
 
 REPLAYED = "replay 3"
@@ -315,6 +322,13 @@ EXPERIMENTS = {
         pairs=beside_own_kind,
         asked=dict.fromkeys((n for n in HIDDEN_WAYS if "," in n), MIN_HIDDEN_OVER_OWN_KIND),
         algorithm="EAGLE3",
+    ),
+    "model_impl": Experiment(
+        question="What does transformers' modelling code cost beside ours of the same model?",
+        ways=IMPL_WAYS,
+        requests=(1, 32, 128),
+        texts={"code": Text(is_new=True)},
+        asked={BY_TRANSFORMERS: MIN_TRANSFORMERS_OVER_OWN},
     ),
     "http": Experiment(
         question="What does HTTP take of an Engine's streams?",

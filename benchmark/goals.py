@@ -76,6 +76,7 @@ MAX_GAP_RATIO = 1.2  # of the longest gap beside a long prompt to --max-step-ms
 MIN_HIDDEN_OVER_OWN_KIND = 0.97  # tokens/s of requests with files of hidden states, of others
 MIN_OPTED_OUT_OVER_PLAIN = 0.99  # tokens/s where no request takes drafts, of a server without any
 MIN_HTTP_OVER_ENGINE = 0.95  # tokens/s of streams over HTTP, of an Engine's streams, at least
+MIN_TRANSFORMERS_OVER_OWN = 0.97  # tokens/s of decoding by transformers' code
 MIN_SPEED_BESIDE_COSTLY = 0.9  # of a plain stream, beside as many plain requests
 
 MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND = 0.99, 0.97  # of rounds beside plain: never slower

@@ -268,10 +268,14 @@ def test_masks_stay_within_the_memory_limit_or_serve_one_request(
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def spy(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor,
+        scale: float | None,
     ) -> torch.Tensor:
         masks.append(attn_mask.shape)
-        return attend(q, k, v, attn_mask=attn_mask)
+        return attend(q, k, v, attn_mask=attn_mask, scale=scale)
 
     monkeypatch.setattr(torch_native_backend, "MAX_MASK_ENTRIES", limit)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
