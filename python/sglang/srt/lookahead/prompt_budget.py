@@ -87,7 +87,7 @@ class PromptAllowance:
         rows_ms = partial(prices.rows_ms, step.num_reqs + 1, WIDEST)
 
         def cost_ms(count: int, alone_ms: float | None) -> float:
-            """`alone_ms`: of all rows, without KV and logits; None: replays no graph."""
+            """Prices the step; `alone_ms`: its rows without KV and logits, None: of no graph."""
             if alone_ms is None:
                 alone_ms = prices.eager.at(others + count)
             chunk = PromptChunk(position, count + num_lookahead)
