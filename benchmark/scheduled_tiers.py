@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
-from sglang.srt.lookahead.round_options import LengthOptions, RoundOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter_configs import EagleConfig
@@ -32,7 +32,7 @@ class ScheduledTier:
     turns: ClassVar[Sequence[int]] = (TIERS[-1],)
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
         return TIERS
 
     def __init__(self, parts: PolicyParts) -> None:

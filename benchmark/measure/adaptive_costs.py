@@ -141,7 +141,7 @@ def policies_over(
     drafts = measure_draft_prices(head, num_rows, width, steps)
     rounds = MeasuredRoundPrices(prices, drafts, max_requests=num_rows)
     parts = PolicyParts(
-        options=options.tier_options,
+        options=options,
         num_rows=num_rows,
         max_prompt_rows=runners.max_prompt_rows,
         rounds=rounds,

@@ -15,7 +15,7 @@ from policy_steps import plan_of
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts, class_of
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 
@@ -141,7 +141,10 @@ class Decoding:
 def decoding(per_row: float, num_reqs: int, has_trees: bool = False) -> Decoding:
     prices = Prices(per_row)
     policy = MatchedDrafts(
-        PolicyParts(options=LengthOptions(MAX_DRAFTS, has_trees=has_trees), rounds=prices)
+        PolicyParts(
+            options=RoundOptions(MAX_DRAFTS, num_free=MAX_DRAFTS, trees_of_any_size=has_trees),
+            rounds=prices,
+        )
     )
     return Decoding(policy, prices, num_reqs, has_trees)
 

@@ -16,12 +16,12 @@ from record_acceptance import NUM_NEW, RECORDED
 from served_rounds import MAX_DRAFTS, rounds
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 LEAD_MS, COUNTED_MS = 2500.0, 7500.0
-OPTIONS = LengthOptions(MAX_DRAFTS)
+OPTIONS = RoundOptions(MAX_DRAFTS)
 TIERS = LoadAwareDrafts.tiers(OPTIONS)
 
 

@@ -15,7 +15,7 @@ from sglang.srt.lookahead.load_aware_drafts import (
     PROBE_STEPS,
     LoadAwareDrafts,
 )
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from simulated_rounds import H200_MS, Decoding, ListedRounds, best_ms_per_token
 
 # Of the best tier's time per token, at most, on text whose drafts are right at random: the fewer
@@ -26,7 +26,7 @@ CHANCES = [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 def load_aware(num_reqs: int, costs_ms: tuple[float, ...]) -> Decoding:
     parts = PolicyParts(
-        options=LengthOptions(len(costs_ms) - 1),
+        options=RoundOptions(len(costs_ms) - 1),
         num_rows=num_reqs,
         rounds=ListedRounds({num_reqs: costs_ms}),
     )

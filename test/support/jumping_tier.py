@@ -9,7 +9,7 @@ from unittest import mock
 
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.registry import LENGTH_POLICIES
 
@@ -27,16 +27,16 @@ class JumpingTier:
     rests = False
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
-        return tuple(range(options.max_drafts + 1))
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
+        return tuple(range(options.num_steps + 1))
 
     def __init__(self, parts: PolicyParts) -> None:
         options = parts.options
         self._tiers = self.tiers(options)
         self.may_lack = False
-        self._random = random.Random(options.max_drafts)
+        self._random = random.Random(options.num_steps)
         self._num_plain = 0  # steps without drafts that are still to come
-        self._most = self.settled = options.max_drafts
+        self._most = self.settled = options.num_steps
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self.settled = self._choose()

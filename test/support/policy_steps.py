@@ -9,14 +9,14 @@ from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_masks import LoadAwareMasks
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.step_ops import StepCounts
 
 
 def mask_parts(max_k: int = 1, prices: PriceTable | None = None) -> PolicyParts:
-    return PolicyParts(options=LengthOptions(max_k - 1), steps=prices)
+    return PolicyParts(options=RoundOptions(max_k - 1), steps=prices)
 
 
 def mask_policy(prices: PriceTable, max_k: int) -> LoadAwareMasks:

@@ -163,6 +163,7 @@ class ServedRounds:
         rows = [row for row, steps in enumerate(self._steps_away) if not steps]
         if not rows:
             return 0.0, None, 0
+        rows.sort(key=lambda row: self._prompts[row] == 0)  # as the scheduler orders them
         prompts = [self._prompts[row] for row in rows]
         told = self._told()
         self._confidence.copy_(torch.from_numpy(told))

@@ -28,7 +28,7 @@ from policy_steps import drafting_step
 from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.processes import runtime_config
 from sglang.srt.server_args import ServerArgs
@@ -59,7 +59,7 @@ class RecordingPolicy:
         self.outcomes: list[StepOutcome] = []
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
         return (2,)
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -89,7 +89,7 @@ def test_a_policy_is_told_of_all_requests_of_each_round() -> None:
 
 
 def test_tiers_are_those_that_were_set_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = ScheduledTier(PolicyParts(options=LengthOptions(TIERS[-1])))
+    policy = ScheduledTier(PolicyParts(options=RoundOptions(TIERS[-1])))
 
     def chosen(turns: Sequence[int]) -> list[int]:
         monkeypatch.setattr(ScheduledTier, "turns", turns)

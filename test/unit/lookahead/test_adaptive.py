@@ -30,7 +30,7 @@ from sglang.srt.lookahead.adaptive_config import (
 )
 from sglang.srt.lookahead.ema import AdaptiveController, AdaptiveSpeculativeParams, next_steps
 from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, LengthOptions, RoundOptions
+from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from simulated_rounds import LAG
@@ -205,7 +205,7 @@ def test_as_a_policy_it_does_what_the_rule_says_round_by_round() -> None:
         starts = luck.sample(range(1, 160), luck.randint(1, 4))
         adaptive, initial = config_of({start: drawn_slot(luck) for start in starts}), 3
         tiers = adaptive.candidate_steps
-        options = LengthOptions(tiers[-1], initial, adaptive)
+        options = RoundOptions(tiers[-1], initial_steps=initial, adaptive=adaptive)
         policy = AdaptiveController(PolicyParts(options=options, graph_size=pad))
         by_hand = AdaptiveSpeculativeParams(initial, config=adaptive)
         assert AdaptiveController.tiers(options) == tiers
@@ -256,7 +256,7 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() 
                 [slot] = [each for each in adaptive.slots if each.min_batch_size == served]
                 may_have = tier in slot.candidate_steps
                 assert sum(num_reqs in sizes for sizes in state.batch_sizes) == may_have
-                assert (tier in (options.tier_options.candidates(num_reqs) or ())) == may_have
+                assert (tier in adaptive.candidates(num_reqs)) == may_have
             keys = GraphKeys.of_draft_steps(max_requests, HIDDEN, max(1, tier), state.batch_sizes)
             for num_reqs in range(1, max_requests + 1):
                 size = decode.decode_size(num_reqs)
@@ -334,7 +334,7 @@ MISTAKES: list[tuple[str, str]] = [
     # content, what the message has after the file's name
     ("{" + ONE, " is not valid JSON: "),
     ("null", ": Expected `object`, got `null`."),
-    ('{"1":' * 10_000, " is nested too deeply"),
+    ('{"1":' * 10_000, " is not valid JSON: maximum recursion depth"),
     ('{"ema_alpha": 0.5}', ' has no slot; give at least one, such as "1"'),
     ("{" + ONE + "," + ONE + "}", " is not valid JSON: '1' is there twice."),
     ('{"1": {"ema_alpha": 1, "ema_alpha": 1}}', " is not valid JSON: 'ema_alpha' is there twice."),
@@ -357,14 +357,14 @@ MISTAKES: list[tuple[str, str]] = [
 MISTAKES += [
     (f'{{"8": {{"candidate_steps": [1, {value}]}}}}', f', slot "8": Expected `int`{message}')
     for value, message in [
-        *((value, ", got `float`, in `candidate_steps[1]`.") for value in ("1.0", "9" * 5000)),
+        ("1.0", ", got `float`, in `candidate_steps[1]`."),
+        ("9" * 400, " <= 63, in `candidate_steps[1]`."),
         ("64", " <= 63, in `candidate_steps[1]`."),
         ("-1", " >= 0, in `candidate_steps[1]`."),
         *((value, ", got ") for value in ("true", "null", '"1"', "[1]")),
     ]
 ]
-NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
-BAD_NUMBERS = ("1e999", "true", "null", '"0"', "[0]", "9" * 400)
+BAD_NUMBERS = ("NaN", "-Infinity", "1e999", "true", "null", '"0"', "[0]", "9" * 400)
 NAMED = [
     (key, value)
     for key, more in [
@@ -376,10 +376,6 @@ NAMED = [
         ("ceiling_coeff", ("-0.1", "1001", "{}")),
     ]
     for value in (*BAD_NUMBERS, *more)
-]
-MISTAKES += [
-    (f'{{"8": {{"ema_alpha": {value}}}}}', f" is not valid JSON: {value} is no number.")
-    for value in NO_NUMBERS
 ]
 
 
@@ -398,7 +394,7 @@ def test_a_mistake_is_one_line_that_names_file_slot_and_key(tmp_path: Path) -> N
             (f'{{"8": {{"candidate_steps": [1], "{key}": {value}}}}}', 'FILE, slot "8"'),
             (f'{{{ONE}, "{key}": {value}}}', "FILE"),
         ]:
-            with pytest.raises(AdaptiveConfigError, match=f"^{place}: Expected .*in `{key}`.$"):
+            with pytest.raises(AdaptiveConfigError, match=f"^{place}: .*in `{key}`.$"):
                 parse_adaptive_config(content.encode(), "FILE")
 
 
@@ -410,17 +406,17 @@ def test_a_file_that_cannot_be_read_is_named(
     large.write_text("{" + ONE + "}" + " " * MAX_CONFIG_BYTES)
     binary.write_bytes(b"\xff\xfe{}")
     for path, message in [
-        (tmp_path, "is no file, and none of the presets conservative and aggressive."),
-        ("Conservative", "is no file, and none of the presets"),
-        ("", "is no file, and none of the presets"),
-        ("x" * 5000, "cannot be read: File name too long."),
-        (large, f"is larger than {MAX_CONFIG_BYTES} bytes, the most that is read of it."),
-        (binary, "is not text in UTF-8."),
+        (tmp_path, "cannot be read: Is a directory; presets are conservative and aggressive."),
+        ("Conservative", "cannot be read: No such file or directory; presets are"),
+        ("", "cannot be read: Is a directory; presets are"),
+        ("x" * 5000, "cannot be read: File name too long;"),
+        (large, f"is larger than {MAX_CONFIG_BYTES} bytes, the most that is read of it;"),
+        (binary, "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
     ]:
         with pytest.raises(AdaptiveConfigError) as caught:
             read_adaptive_config(str(path))
         assert str(caught.value).startswith(f"--speculative-adaptive-config {path} {message}")
-    with pytest.raises(AdaptiveConfigError, match=r"'a\\nb\\x00' is no file"):
+    with pytest.raises(AdaptiveConfigError, match=r"'a\\nb\\x00' cannot be read"):
         read_adaptive_config("a\nb\0")
     (tmp_path / "aggressive").write_text("\ufeff{" + ONE + "}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)

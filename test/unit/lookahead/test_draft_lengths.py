@@ -45,7 +45,7 @@ from sglang.srt.lookahead.prompt_mix import (
     PromptMix,
     case_of,
 )
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
@@ -92,7 +92,7 @@ def cost_ms(num_drafting: int, num_plain: int, num_drafts: int) -> float:
 
 
 def load_aware() -> LoadAwareDrafts:
-    return LoadAwareDrafts(PolicyParts(options=LengthOptions(MOST), rounds=measured()))
+    return LoadAwareDrafts(PolicyParts(options=RoundOptions(MOST), rounds=measured()))
 
 
 def step_beside(num_drafting: int, num_plain: int) -> UpcomingStep:
@@ -109,7 +109,7 @@ def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
                 assert measured().round_ms(case, num_drafts) == pytest.approx(expected)
             rates = {
                 tier: (num_drafting * LENGTHS[tier] + num_plain) / costs[tier]
-                for tier in LoadAwareDrafts.tiers(LengthOptions(MOST))
+                for tier in LoadAwareDrafts.tiers(RoundOptions(MOST))
             }
             with mock.patch.object(Stretches, "lengths", return_value=LENGTHS):
                 found = load_aware().choose(step_beside(num_drafting, num_plain)).settled
@@ -141,7 +141,7 @@ def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
 ) -> None:
     """Prices each step with its own prompts; a head that rests is fed before it drafts again."""
     plain, fed = measured(can_rest=True), measured()
-    luck, options, num_probes = random.Random(0), LengthOptions(MOST), 0
+    luck, options, num_probes = random.Random(0), RoundOptions(MOST), 0
     feed_ms = plain.feed_ms if can_rest else None
     for num_reqs, cycle in itertools.product(
         (16, 60), ([0, 128], [0, 0, 512], [luck.choice([0, 64, 512]) for _ in range(13)])
@@ -183,7 +183,7 @@ def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
     """Steps that feed the head, since drafts paid a moment ago, are not owed for without end."""
     policy = LoadAwareDrafts(
         PolicyParts(
-            options=LengthOptions(1),
+            options=RoundOptions(1),
             rounds=ListedRounds({1: (4.0, 4.3)}),
             feed_ms=lambda cases: 0.2,
         )
@@ -224,7 +224,7 @@ def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
     config = parse_adaptive_config(
         b'{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [1]}}', "here"
     )
-    options = LengthOptions(3, 3, config)
+    options = RoundOptions(3, adaptive=config)
     assert LoadAwareDrafts.tiers(options) == (0, 1, 3)
     for num_reqs, allowed in ((1, {0, 1, 3}), (8, {0, 1}), (32, {0, 1})):
         prices = ListedRounds({num_reqs: H200_MS[num_reqs]})
@@ -237,7 +237,7 @@ def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
 
 def test_tiers_reach_from_none_to_all() -> None:
     for max_drafts in range(1, 64):
-        options = LengthOptions(max_drafts)
+        options = RoundOptions(max_drafts)
         tiers = LoadAwareDrafts.tiers(options)
         assert list(tiers) == sorted({*tiers})
         assert (tiers[0], tiers[-1]) == (0, max_drafts)
@@ -349,7 +349,7 @@ def taught(
 ) -> MatchedDrafts:
     """Has a policy hear of drafts that were right with these chances, by class and place: of a
     chain given those before it, of a tree's nodes alone."""
-    options = LengthOptions(MOST, has_trees=has_trees)
+    options = RoundOptions(MOST, num_free=MOST, trees_of_any_size=has_trees)
     policy, luck = MatchedDrafts(PolicyParts(options=options, rounds=prices)), random.Random(2)
     for _ in range(60):
         for kind, of_class in enumerate(chances):
@@ -409,7 +409,7 @@ def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_tree
             for tier in range(1 + MOST)
         ]
         rates = {
-            tier: tokens[tier] / costs[tier] for tier in LoadAwareDrafts.tiers(LengthOptions(MOST))
+            tier: tokens[tier] / costs[tier] for tier in LoadAwareDrafts.tiers(RoundOptions(MOST))
         }
         found = policy.choose(step).settled
         assert rates[found] > 0.97 * max(rates.values())
@@ -488,4 +488,4 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
 
 def test_a_step_knows_its_prompts() -> None:
     assert case_of(batch_of([0, 0, 0])) == StepCase(3)
-    assert case_of(batch_of([100, 0, 20, 0])) == StepCase(2).beside(128)
+    assert case_of(batch_of([100, 20, 0, 0])) == StepCase(2).beside(128)

@@ -125,10 +125,10 @@ def test_shapes_of_steps_are_those_of_their_requests_one_by_one() -> None:
         assert (found.kv_tokens, found.prompts) == (kv, chunks)
         in_row = found.num_rows - prompt
         assert found.row_kv == pytest.approx(in_row * kv / len(requests))
-        assert step.steady_shape(limit, True, share)[:4] == shape(
+        assert step.current_shape(limit, share, True)[:4] == shape(
             allowed, lambda each: min(each.pending, 1) + allowed(each) - 1, True
         )
-        assert step.steady_shape(limit, False, share)[:4] == shape(allowed, allowed, False)
+        assert step.current_shape(limit, share, True, False)[:4] == shape(allowed, allowed, False)
         if not is_packed:
             assert step.plain_shape()[:4] == shape(
                 lambda each: 1 if each.is_adjustable else each.k,
@@ -233,7 +233,10 @@ def test_where_as_many_are_right_in_each_step_it_settles_on_the_best_limit(name:
         step = step_of(num_reqs, kind, 1, prompts, kv_tokens, num_plain)
         tokens = [num_plain + num_reqs * min(num_right, each) for each in limits]
         free, whole = (
-            [prices.price_ms(step.steady_shape(each, has_prompts)) for each in limits]
+            [
+                prices.price_ms(step.current_shape(each, is_steady=True, with_prompts=has_prompts))
+                for each in limits
+            ]
             for has_prompts in (False, True)
         )
         token_ms = min(cost / given for cost, given in zip(free, tokens, strict=True))

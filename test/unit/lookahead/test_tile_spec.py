@@ -23,7 +23,6 @@ from sglang.srt.lookahead.draft_planner import plan_of_drafts
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,
-    CutRoundPrices,
     LatencyTables,
     TileSpec,
     confirmed_nodes,
@@ -233,7 +232,7 @@ def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance
 def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps() -> None:
     rounds = MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS)
     cutting = Cutting(rounds)
-    cut_rounds, upcoming, found = CutRoundPrices(rounds, cutting.tile_spec), StepCase(4), []
+    cut_rounds, upcoming, found = cutting.tile_spec, StepCase(4), []
     for _ in range(2 * LOOK_STEPS):
         found.append(cut_rounds.round_ms(upcoming, DEPTH))
         assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]

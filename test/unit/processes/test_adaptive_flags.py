@@ -124,8 +124,8 @@ def test_policy_and_tiers_follow_from_strategy_configuration_and_steps(
     config = resolved(target, draft_model_path=head, **ON, **flags)
     options = options_of(config)
     assert options.tier_policy == policy
-    assert options.policy.tiers(options.tier_options) == config.scheduler.draft_tiers == tiers
-    assert options.tier_options.initial == config.scheduler.num_draft_steps == initial
+    assert options.policy.tiers(options) == config.scheduler.draft_tiers == tiers
+    assert options.initial == config.scheduler.num_draft_steps == initial
     needs = config.needs
     assert (needs.max_drafts, needs.max_rows) == (tiers[-1], 1 + tiers[-1])
     assert needs.needs_prices == (policy == "load_aware")
@@ -136,7 +136,7 @@ def test_policy_and_tiers_follow_from_strategy_configuration_and_steps(
 def test_slots_of_the_file_reach_the_policy(target: Path, head: str) -> None:
     write({"ema_alpha": 0.5, **OWN})
     config = resolved(target, draft_model_path=head, adaptive_config=FILE, **ON)
-    adaptive = options_of(config).tier_options.adaptive
+    adaptive = options_of(config).adaptive
     assert adaptive is not None
     assert [slot.ema_alpha for slot in adaptive.slots] == [0.5, 0.5]
     assert [slot.candidate_steps for slot in adaptive.slots] == [(0, 1, 2), (0, 5)]
@@ -247,7 +247,7 @@ def test_where_acceptance_is_simulated_steps_are_fixed_and_one_warning_says_so(
     config = resolved(target, environ, draft_model_path=head, **ON, **flags)
     options = options_of(config)
     assert options.tier_policy == "fixed"
-    assert options.policy.tiers(options.tier_options) == (num_steps,)
+    assert options.policy.tiers(options) == (num_steps,)
     assert config.needs.max_drafts == config.scheduler.num_draft_steps == num_steps
     [warning] = [text for text in caplog.messages if "adaptive" in text]
     assert warning == (

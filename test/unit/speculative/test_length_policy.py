@@ -150,7 +150,7 @@ class Alternating(FixedLength):
 
     def __init__(self, parts: PolicyParts) -> None:
         assert parts.steps is None
-        assert parts.options.max_drafts == MAX_K - 1
+        assert parts.options.num_steps == MAX_K - 1
         super().__init__(parts)
         self.chosen: list[int] = []
         self.num_observed = 0

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ def measured(runner: Any) -> PriceTable:
 
 def contents(prices: PriceTable) -> tuple[Any, ...]:
     """All that was measured."""
-    return tuple(getattr(prices, name) for name in PriceTable.__slots__ if name != "find")
+    return tuple(getattr(prices, each.name) for each in fields(prices) if each.name != "find")
 
 
 class Start:
@@ -280,10 +280,7 @@ def test_a_file_that_cannot_be_read_is_measured_again_with_a_warning(
 ) -> None:
     Start(tmp_path, *runners)
     error = OSError(5, "Input/output error")
-    with (
-        mock.patch.object(Path, "read_bytes", side_effect=error),
-        mock.patch.object(profiler, "code_digest", return_value=profiler.code_digest()),
-    ):
+    with mock.patch("sglang.srt.plain_files.open_regular", side_effect=error):
         assert Start(tmp_path, *runners).measured == ["target", "head"]
     assert len(warnings_of(caplog)) == 2
     assert all("Input/output error; measured again" in each for each in warnings_of(caplog))

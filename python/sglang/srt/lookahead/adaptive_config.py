@@ -35,7 +35,7 @@ PRESETS_DIR = Path(__file__).with_name("adaptive_presets")
 MAX_CONFIG_BYTES = 1 << 16
 MAX_BATCH_SIZE = MAX_ROUNDS = 1_000_000
 MAX_COEFF = 1000  # allows MAX_NUM_STEPS from 0.063 correct drafts on
-MAX_DIGITS = 18  # of an integer
+MAX_DIGITS = 18  # of a slot
 MAX_SHOWN_CHARS = 200  # of a reason
 
 SLOT_KEY = re.compile(r"-?[0-9]+")
@@ -140,16 +140,10 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
     place = f"{CONFIG_FLAG} {name if name.isprintable() else repr(name)}"
     path = PRESETS_DIR / f"{name}.json" if name in PRESETS else Path(name)
     try:
-        if not path.is_file():
-            raise AdaptiveConfigError(
-                f"{place} is no file, and none of the presets {' and '.join(PRESETS)}."
-            )
-    except OSError as error:
-        raise AdaptiveConfigError(f"{place} cannot be read: {error.strerror}.") from None
-    try:
         data = read_bytes(path, MAX_CONFIG_BYTES)
     except UnreadableFileError as error:
-        raise AdaptiveConfigError(f"{place} {error.reason}.") from None
+        presets = " and ".join(PRESETS)
+        raise AdaptiveConfigError(f"{place} {error.reason}; presets are {presets}.") from None
     return parse_adaptive_config(data, place)
 
 
@@ -162,7 +156,11 @@ def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
     Raises:
         AdaptiveConfigError: for what is not valid.
     """
-    entries = _converted(_json_value(data, place), dict[str, Any], place)
+    try:
+        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once_each)
+    except (ValueError, RecursionError) as error:
+        raise AdaptiveConfigError(f"{place} is not valid JSON: {error}.") from None
+    entries = _converted(value, dict[str, Any], place)
     slot_keys = [key for key in entries if SLOT_KEY.fullmatch(key)]
     numbers = {key: value for key, value in entries.items() if key not in slot_keys}
     _converted(numbers, SlotNumbers, place)
@@ -202,22 +200,6 @@ def _converted(value: Any, kind: type[T], place: str) -> T:
         raise AdaptiveConfigError(f"{place}: {reason[:MAX_SHOWN_CHARS]}.") from None
 
 
-def _json_value(data: bytes, place: str) -> Any:
-    try:
-        return json.loads(
-            data.decode("utf-8-sig"),
-            object_pairs_hook=_once_each,
-            parse_int=_integer,
-            parse_constant=_refuse_constant,
-        )
-    except UnicodeDecodeError:
-        raise AdaptiveConfigError(f"{place} is not text in UTF-8.") from None
-    except RecursionError:
-        raise AdaptiveConfigError(f"{place} is nested too deeply.") from None
-    except ValueError as error:
-        raise AdaptiveConfigError(f"{place} is not valid JSON: {error}.") from None
-
-
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object of JSON, in which Python's parser lets a key stand twice."""
     found = dict[str, Any]()
@@ -226,13 +208,3 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{key!a} is there twice")
         found[key] = value
     return found
-
-
-def _integer(digits: str) -> float:
-    """An int, or a float if no entry allows as many digits: Python refuses thousands of them."""
-    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
-
-
-def _refuse_constant(name: str) -> None:
-    """Refuses NaN and infinities, which Python's parser takes though JSON has none."""
-    raise ValueError(f"{name} is no number")

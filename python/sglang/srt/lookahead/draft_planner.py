@@ -92,7 +92,7 @@ class DraftPlanner(Planner):
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
         self._most_drafts = [0] * num_rows  # that each request takes per step
-        self._num_pending_drafts = [0] * num_rows  # of each row of the page table
+        self._num_pending_drafts = dict[int, int]()  # by row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
         self._last_choice = policy.settled, 0
@@ -129,8 +129,7 @@ class DraftPlanner(Planner):
             next_length = budget.limit - 1
             self._last_choice = budget.settled, batch.emits.count(True)
         next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
-        for row, count in zip(batch.rows, next_drafts, strict=True):
-            self._num_pending_drafts[row] = count
+        self._num_pending_drafts.update(zip(batch.rows, next_drafts, strict=True))
         # A step of chunks alone has no decodes, which are what the head delays.
         is_idle = max(num_drafts) == max(next_drafts) == 0
         rests = is_idle and budget is not None and budget.rests
@@ -138,7 +137,7 @@ class DraftPlanner(Planner):
         plan = replace(
             plan,
             draft_length=draft_length,
-            num_drafted_for=num_drafted_for if 0 in batch.num_prompt_tokens else None,
+            num_drafted_for=num_drafted_for if batch.num_prompts < len(batch.rows) else None,
             next_drafts=next_drafts,
             wants_paths=plan.wants_paths or of_trees,
         )
@@ -146,37 +145,26 @@ class DraftPlanner(Planner):
 
     def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
         """Asks the policy, which hears of steps that emit for a request which takes drafts,
-        whatever tiers there are."""
-        drafting = [row for row in compress(batch.rows, batch.emits) if self._most_drafts[row]]
-        if not drafting:
-            return None
-        is_fed = self._left_out is None or not self._left_out.lacks_tokens(drafting)
-        emitting = self._emitting(batch, drafting, match_lens)
-        return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
+        whatever tiers there are.
 
-    def _emitting(
-        self, batch: ScheduleBatch, drafting: Sequence[int], match_lens: Sequence[int]
-    ) -> Counter[EmittingRequest]:
-        """Counts requests that emit, by kind: their next step is taken to have the same. Of the
-        match after a prompt nothing is known yet. Those that take no drafts have no kind."""
-        fed = compress(zip(batch.rows, batch.emits, strict=True), batch.num_prompt_tokens)
-        new = {row for row, emits in fed if emits}
-        num_new = len(new.intersection(drafting))
-        matches = Counter({(False, 0): len(drafting) - num_new, (True, 0): num_new})
+        Requests are counted by kind: their next step is taken to have the same. Of the match after
+        a prompt nothing is known yet. Those that take no drafts have no kind."""
+        takes, split = self._most_drafts.__getitem__, batch.num_prompts
+        groups = [*compress(batch.rows[:split], batch.emits)], batch.rows[split:]
+        new, old = [list(filter(takes, rows)) for rows in groups]
+        if not new and not old:
+            return None
+        matches = Counter({0: len(old)})
         if self.policy.reads_matches:
-            found = ((row in new, 0 if row in new else match_lens[row]) for row in drafting)
-            matches = Counter((is_new, class_of(length)) for is_new, length in found)
-        k, num_plain = 1 + self._options.num_steps, batch.emits.count(True) - len(drafting)
-        asked = [
-            *((Kind(match=match), k, is_new, count) for (is_new, match), count in matches.items()),
-            (None, 1, False, num_plain - (len(new) - num_new)),
-            (None, 1, True, len(new) - num_new),
-        ]
-        emitting = Counter[EmittingRequest]()
-        for kind, wished, is_new, count in asked:
-            if count:
-                emitting[EmittingRequest(kind, wished, kind is not None, 1 - is_new)] = count
-        return emitting
+            matches = Counter([class_of(match_lens[row]) for row in old])
+        k, plain = 1 + self._options.num_steps, EmittingRequest(None, 1, False)
+        emitting = Counter({EmittingRequest(Kind(), k, pending=0): len(new)})
+        for match, count in matches.items():
+            emitting[EmittingRequest(Kind(match=match), k)] = count
+        emitting[plain] = len(groups[1]) - len(old)
+        emitting[plain._replace(pending=0)] = len(groups[0]) - len(new)
+        is_fed = self._left_out is None or not self._left_out.lacks_tokens(new + old)
+        return self.policy.choose(UpcomingStep.of(batch, +emitting, is_fed=is_fed))
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
@@ -251,18 +239,12 @@ def plan_of_drafts(
     if most == 0:
         return StepPlan(counts=StepCounts.plain(batch), num_drafts=num_drafts)
     accepted = most if max_confirmed is None else min(most, max_confirmed)
+    emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
+    num_read, split = q_lens.copy(), batch.num_prompts
+    q_lens[:split], num_read[:split] = batch.num_prompt_tokens[:split], emits[:split]
     return StepPlan(
-        counts=_counts(batch, num_drafts),
+        counts=StepCounts(q_lens, num_read, emits, [True] * len(emits)),
         max_pending=1 + most,
         max_accepted=1 + accepted,
         num_drafts=num_drafts,
     )
-
-
-def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
-    emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
-    num_read = q_lens.copy()
-    prompts = batch.num_prompt_tokens
-    for place in compress(range(len(prompts)), prompts):
-        q_lens[place], num_read[place] = prompts[place], emits[place]
-    return StepCounts(q_lens, num_read, emits, [True] * len(emits))

@@ -23,7 +23,7 @@ from sglang.srt.lookahead.adaptive_config import (
 )
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 
@@ -173,7 +173,7 @@ class AdaptiveController:
     needs_prices = reads_matches = may_rest = False
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
         assert options.adaptive is not None, "Slots are read before a policy is made."
         return options.adaptive.candidate_steps
 

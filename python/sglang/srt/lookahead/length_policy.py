@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import RoundPrices, StepCase
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import PriceTable
@@ -34,7 +34,7 @@ class PolicyParts:
             model is not left out of it; None: it never is.
     """
 
-    options: LengthOptions
+    options: RoundOptions
     num_rows: int = 1
     max_prompt_rows: int = 1
     steps: PriceTable | None = None
@@ -64,7 +64,7 @@ class LengthPolicy(Protocol):
     settled: int
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
         """The numbers of drafts that it may choose, ascending, up to `max_drafts`."""
 
     def __init__(self, parts: PolicyParts) -> None: ...
@@ -82,11 +82,11 @@ class FixedLength:
     needs_prices = reads_matches = may_rest = False
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
-        return (options.max_drafts,)
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
+        return (options.num_steps,)
 
     def __init__(self, parts: PolicyParts) -> None:
-        self.settled = parts.options.max_drafts
+        self.settled = parts.options.num_steps
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(upcoming.longest, settled=self.settled)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.prompt_mix import PromptMix
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import RoundPrices
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
@@ -38,7 +38,7 @@ class LoadAwareDrafts:
     Then a probe begins with steps that only feed it, which the allowance pays too: it gets
     FEED_SHARE more.
 
-    Where `LengthOptions.adaptive` says which tiers batches of a size may have, it chooses from
+    Where `RoundOptions.adaptive` says which tiers batches of a size may have, it chooses from
     these and 0.
     """
 
@@ -46,10 +46,10 @@ class LoadAwareDrafts:
     reads_matches = False
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
         if options.adaptive is not None:
             return tuple(sorted({0, *options.adaptive.candidate_steps}))
-        max_drafts = options.max_drafts
+        max_drafts = options.num_steps
         if max_drafts <= MAX_DENSE_TIERS:
             return tuple(range(max_drafts + 1))
         powers = (1 << power for power in range(max_drafts.bit_length()))
@@ -97,8 +97,9 @@ class LoadAwareDrafts:
         self._age, size = self._age + 1, self._graph_size(upcoming.num_reqs)
         if self._age >= PRICE_EVERY or size != self._size:
             self._age, self._size = 0, size
-            allowed = self._options.candidates(size)
-            tiers = self._tiers if allowed is None else sorted({0, *allowed})
+            adaptive, tiers = self._options.adaptive, self._tiers
+            if adaptive is not None:
+                tiers = tuple(sorted({0, *adaptive.candidates(size)}))
             self._costs = costs_of_tiers(self._prices, self._prompts, upcoming, tiers, lengths)
         return self._costs
 

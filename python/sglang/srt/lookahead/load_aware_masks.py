@@ -21,7 +21,7 @@ from sglang.srt.lookahead.acceptance_estimate import (
 )
 from sglang.srt.lookahead.contract import Budget, Stakes
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import StepShape
 
@@ -84,13 +84,13 @@ class LoadAwareMasks:
     settled = 0
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
-        return tuple(range(options.max_drafts + 1))
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
+        return tuple(range(options.num_steps + 1))
 
     def __init__(self, parts: PolicyParts) -> None:
         assert parts.steps is not None, "Lengths go by prices, and none were measured."
         self._prices = parts.steps
-        self._max_k = 1 + parts.options.max_drafts
+        self._max_k = 1 + parts.options.num_steps
         self._survival: dict[Kind, Survival] = {}
         self._budget = TrialAllowance()
         self._options_of: tuple[Hashable, _Options] | None = None
@@ -111,8 +111,7 @@ class LoadAwareMasks:
             limit = self._trial(options, upcoming, longest)
         extra_ms = 0.0
         if limit > 1 or not upcoming.is_plain:
-            chosen, plain = self._current_shape(upcoming, limit), upcoming.plain_shape()
-            extra_ms = self._prices.price_ms(chosen) - self._prices.price_ms(plain)
+            extra_ms = self._extra_ms(upcoming, limit)
         stakes = Stakes(extra_ms, options.plain_token_ms)
         if not sure:
             self._budget.add(-extra_ms)
@@ -200,16 +199,14 @@ class LoadAwareMasks:
 
     def _options(self, upcoming: UpcomingStep) -> _Options:
         limits = range(1, upcoming.longest + 1)
-        tokens = self._tokens(upcoming)
-        share = self._share_with_drafts
-        free = [
-            self._prices.price_ms(upcoming.steady_shape(limit, False, share)) for limit in limits
-        ]
-        costs = free
-        if upcoming.prompt_rows:
-            costs = [
-                self._prices.price_ms(upcoming.steady_shape(limit, True, share)) for limit in limits
-            ]
+        tokens, share = self._tokens(upcoming), self._share_with_drafts
+
+        def steady_ms(with_prompts: bool) -> list[float]:
+            shapes = (upcoming.current_shape(n, share, True, with_prompts) for n in limits)
+            return list(map(self._prices.price_ms, shapes))
+
+        free = steady_ms(False)
+        costs = steady_ms(True) if upcoming.prompt_rows else free
 
         def beside_plain(token_ms: float) -> list[Estimate]:
             return [
@@ -240,7 +237,7 @@ class LoadAwareMasks:
         for limit in range(1, upcoming.longest + 1):
             low = mean = high = 0.0
             for request, count in upcoming.emitting.items():
-                length = min(request.k, limit) if request.is_adjustable else request.k
+                length, _ = request.sizes(limit, True)
                 each: Sequence[float] = (length, length, length)
                 if request.kind is not None:
                     each = runs[request.kind][length - 1]
@@ -284,14 +281,17 @@ class LoadAwareMasks:
     def _loss(self, upcoming: UpcomingStep, limit: int) -> float:
         """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
         pending in the next one."""
-        shapes = [self._current_shape(upcoming, length) for length in (limit, 1)]
-        now = self._prices.price_ms(shapes[0]) - self._prices.price_ms(shapes[1])
+        with_masks, without = [
+            self._prices.price_ms(self._current_shape(upcoming, length)) for length in (limit, 1)
+        ]
         emitting = Counter[EmittingRequest]()
         for request, count in upcoming.emitting.items():
             pending = min(request.k, limit) if request.is_adjustable else request.pending
             emitting[request._replace(pending=pending)] += count
         after = UpcomingStep(emitting, upcoming.kv_tokens, is_packed=upcoming.is_packed)
-        later = self._prices.price_ms(self._current_shape(after, 1)) - self._prices.price_ms(
-            after.plain_shape()
-        )
-        return now + later
+        return with_masks - without + self._extra_ms(after, 1)
+
+    def _extra_ms(self, upcoming: UpcomingStep, limit: int) -> float:
+        """Milliseconds of the step beyond the plain one."""
+        shape = self._current_shape(upcoming, limit)
+        return self._prices.price_ms(shape) - self._prices.price_ms(upcoming.plain_shape())

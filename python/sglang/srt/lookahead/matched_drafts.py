@@ -24,7 +24,7 @@ from sglang.srt.lookahead.load_aware_drafts import (
     costs_of_tiers,
 )
 from sglang.srt.lookahead.prompt_mix import PromptMix
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 # The longest match of each class but the last one; 0 is the class of those without a place.
@@ -83,7 +83,7 @@ class MatchedDrafts:
     may_rest = False
 
     @staticmethod
-    def tiers(options: LengthOptions) -> tuple[int, ...]:
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
         return LoadAwareDrafts.tiers(options)
 
     def __init__(self, parts: PolicyParts) -> None:
@@ -93,7 +93,7 @@ class MatchedDrafts:
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
-        most, has_trees = options.max_drafts, options.has_trees
+        most, has_trees = options.num_steps, options.has_trees
         self._chances = [_Chances(most, prior, has_trees) for prior in PRIORS]
         self._allowance = TrialAllowance()
         self.settled = 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
 from functools import partial
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk, StepShape
@@ -75,63 +74,51 @@ class PromptAllowance:
         if prices is None or most <= 0:
             return most
         max_ms = self._others_ms if comes_along else self._max_ms
-
-        def cost_ms(count: int) -> float:
-            return prices.price_ms(self._with(position, count, num_lookahead))
-
-        if cost_ms(most) <= max_ms:
-            return most
-        least = min(most, MIN_PROMPT_TOKENS - self.num_taken)
-        others = self._step.num_rows + num_lookahead
-        return max(least, self._most_within(max_ms, cost_ms, prices, others, most))
+        most_within = self._most_within(prices, max_ms, position, most, num_lookahead)
+        return max(min(most, MIN_PROMPT_TOKENS - self.num_taken), most_within)
 
     def _most_within(
-        self,
-        max_ms: float,
-        cost_ms: Callable[[int], float],
-        prices: PriceTable,
-        others: int,
-        most: int,
+        self, prices: PriceTable, max_ms: float, position: int, most: int, num_lookahead: int
     ) -> int:
         """Returns the most tokens, up to `most`, with which the step costs no more than it may. If
-        not all fit, the end of a tile, or of a smaller graph, may be the better place to stop.
+        not all fit, the end of a tile, or of a smaller graph, may be the better place to stop."""
+        step, others = self._step, self._step.num_rows + num_lookahead
+        beside_ms = prices.head.at(step.num_read + 1 + num_lookahead) + prices.attention_ms(step)
+        rows_ms = partial(prices.rows_ms, step.num_reqs + 1, WIDEST)
 
-        Args:
-            others: rows of the step beside these tokens.
-        """
-        sizes = prices.sizes
-        sizes = [0, *sizes, 1000 * sizes[-1]]  # prices go on in a straight line beyond the last one
-        rows_ms = partial(prices.rows_ms, self._step.num_reqs + 1, WIDEST)
+        def cost_ms(count: int, alone_ms: float | None) -> float:
+            """Prices the step; `alone_ms`: its rows without KV and logits, None: of no graph."""
+            if alone_ms is None:
+                alone_ms = prices.eager.at(others + count)
+            chunk = PromptChunk(position, count + num_lookahead)
+            return alone_ms + beside_ms + prices.prompt_ms(chunk)
+
+        sizes = [0, *prices.sizes]
+        sizes.append(1000 * sizes[-1])  # prices go on in a straight line beyond the last one
         for index in range(bisect.bisect_left(sizes, others + most), 0, -1):
             before, size = sizes[index - 1], sizes[index]
             if size <= others:
                 break
             count, least = min(size - others, most), max(before - others, 0)
-            if cost_ms(count) > max_ms:
-                counts = range(least + 1, count)
-                count = bisect.bisect_right(counts, max_ms, key=cost_ms)
-                count += least if count else 0
-            if count == 0:
+            first_ms, last_ms = rows_ms(before + 1), rows_ms(size)
+            if cost_ms(least + 1, min(first_ms, last_ms)) > max_ms:  # no step is cheaper
                 continue
+            cost = partial(cost_ms, alone_ms=last_ms if first_ms == last_ms else None)
+            if cost(count) > max_ms:
+                num_fitting = bisect.bisect_right(range(least + 1, count), max_ms, key=cost)
+                if num_fitting == 0:
+                    continue
+                count = least + num_fitting
             if count == most:
                 return count
-            if rows_ms(before + 1) < rows_ms(size):  # not padded
+            if first_ms < last_ms:  # not padded
                 fewer = count - (others + count) % ROW_TILE
                 return fewer if fewer > least else count
             # Attention keeps `count` tokens from filling their graph; `least` fill the one before.
-            is_better = least > 0 and cost_ms(least) <= max_ms
-            return least if is_better and least * cost_ms(count) > count * cost_ms(least) else count
+            least_ms = cost_ms(least, rows_ms(before)) if least else math.inf
+            is_better = least_ms <= max_ms and least * cost(count) > count * least_ms
+            return least if is_better else count
         return 0
-
-    def _with(self, position: int, count: int, num_lookahead: int) -> StepShape:
-        """The step with `count` more tokens of a prompt, and the look-ahead rows after them."""
-        step, num_rows = self._step, count + num_lookahead
-        return step._replace(
-            num_reqs=step.num_reqs + 1,
-            num_rows=step.num_rows + num_rows,
-            num_read=step.num_read + 1 + num_lookahead,
-            prompts=(*step.prompts, PromptChunk(position, num_rows)),
-        )
 
     @property
     def price_ms(self) -> float | None:
@@ -143,7 +130,13 @@ class PromptAllowance:
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
         """Notes that the step feeds `count` tokens of a prompt from `position` on."""
         self.num_taken += count
-        self._step = self._with(position, count, num_lookahead)
+        step, num_rows = self._step, count + num_lookahead
+        self._step = step._replace(
+            num_reqs=step.num_reqs + 1,
+            num_rows=step.num_rows + num_rows,
+            num_read=step.num_read + 1 + num_lookahead,
+            prompts=(*step.prompts, PromptChunk(position, num_rows)),
+        )
 
 
 class PromptBudget:

@@ -19,10 +19,8 @@ SPREAD, MAX_NUMBERS = 1.7, 6
 
 def case_of(batch: ScheduleBatch) -> StepCase:
     """Returns what the decoding requests of a step do, beside its prompts."""
-    lens = zip(batch.kv_lens_before, batch.num_prompt_tokens, strict=True)
-    decodes = [kv_len for kv_len, num_prompt in lens if not num_prompt]
-    rows = _rounded(sum(batch.num_prompt_tokens))
-    return StepCase(len(decodes), sum(decodes)).beside(rows)
+    decodes = batch.kv_lens_before[batch.num_prompts :]
+    return StepCase(len(decodes), sum(decodes)).beside(_rounded(sum(batch.num_prompt_tokens)))
 
 
 class Mean:

@@ -18,27 +18,6 @@ ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
 
 
 @dataclass(frozen=True, slots=True)
-class LengthOptions:
-    """Says which numbers of drafts a policy may choose.
-
-    Attributes:
-        max_drafts: drafts of a request in a step, at least 1.
-        initial: drafts before anything is known, where a policy has such a number.
-        adaptive: which numbers batches of each size may have; None: not given.
-        has_trees: drafts are the first nodes of each request's tree; False: of its chain.
-    """
-
-    max_drafts: int
-    initial: int = 0
-    adaptive: AdaptiveConfig | None = None
-    has_trees: bool = False
-
-    def candidates(self, batch_size: int) -> tuple[int, ...] | None:
-        """Gives those of a batch of this size, padding included; None: not given."""
-        return None if self.adaptive is None else self.adaptive.candidates(batch_size)
-
-
-@dataclass(frozen=True, slots=True)
 class SpecRuntimeState:
     """Holds what a tier owns: its draft steps, whose graphs are its own. Graphs of the drafter's
     pass over the target's rows and of verification are chosen by their number of rows, so tiers
@@ -61,7 +40,7 @@ class RoundOptions:
 
     Attributes:
         num_steps: drafts of a chain or of a tree without draft steps, or one after the other in a
-            `tree`, at most; at least 1.
+            `tree`, at most; at least 1. To a policy of masks: masks of a request.
         tier_policy: a name in `LENGTH_POLICIES` (registry.py).
         initial_steps: drafts of a chain before a policy knows anything; None: all.
         adaptive: which numbers of drafts batches of each size may have; None: any.
@@ -98,9 +77,9 @@ class RoundOptions:
         assert self.tier_policy == "fixed", "Trees are all of one shape."
 
     @property
-    def tier_options(self) -> LengthOptions:
-        initial = self.num_steps if self.initial_steps is None else self.initial_steps
-        return LengthOptions(self.num_steps, initial, self.adaptive, self.trees_of_any_size)
+    def initial(self) -> int:
+        """Drafts of a chain before a policy knows anything."""
+        return self.num_steps if self.initial_steps is None else self.initial_steps
 
     @property
     def has_trees(self) -> bool:
@@ -122,7 +101,7 @@ class RoundOptions:
     def states(self) -> dict[int, SpecRuntimeState]:
         """Gives those of all tiers, made once, before the first round."""
         states, adaptive = dict[int, SpecRuntimeState](), self.adaptive
-        for tier in self.policy.tiers(self.tier_options):
+        for tier in self.policy.tiers(self):
             sizes = ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier)
             states[tier] = SpecRuntimeState(tier, max(0, tier - self.num_free), sizes)
         return states

@@ -47,7 +47,7 @@ class LatencyTables:
     """
 
     def __init__(self, rounds: MeasuredRoundPrices, packs_in_graphs: bool) -> None:
-        self._uniform = self._packed = rounds
+        self.rounds = self._packed = rounds
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
             self._packed = replace(rounds, target=_without_graphs(rounds.target), head=head)
@@ -65,7 +65,7 @@ class LatencyTables:
         buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
         wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
         costs = [
-            whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)
+            whole_ms - self.rounds.prompts_ms(prompt_rows, rows, whole_ms)
             for rows, whole_ms in wholes
         ]
         return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
@@ -93,7 +93,7 @@ class LatencyTables:
                 for room in sorted(rooms)
                 if room < most
             ),
-            (most, self._uniform.cost(num_reqs, num_drafts, most, *beside)),
+            (most, self.rounds.cost(num_reqs, num_drafts, most, *beside)),
         ]
 
 
@@ -117,6 +117,11 @@ class TileSpec:
     The host does not know the scores of the drafts at hand. It takes them to be distributed as
     those of the last step that was read, and turns scores into chances by how often drafts of such
     scores were confirmed (`Calibration`); of a tree, those on the confirmed path were.
+
+    It gives the prices of rounds that it cuts (`RoundPrices`), for policies that choose how many
+    drafts there are. A policy divides the tokens of a whole round by its price. A cut round gives
+    fewer tokens in less time, so its price is that of the whole round divided by what cutting gains
+    in tokens per millisecond.
 
     Args:
         tables: what rounds cost.
@@ -204,6 +209,19 @@ class TileSpec:
             self._gains[key] = best_cut(chances, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
 
+    @property
+    def spread(self) -> float:
+        return self._tables.rounds.spread
+
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
+        total_ms = 0.0
+        for chance, rows in upcoming.prompts:
+            whole_ms = self._tables.rounds.round_ms(upcoming.beside(rows), num_drafts)
+            # A few rows of prompts more change the gain little, and it takes long to compute.
+            some = upcoming.beside(-(-rows // GAIN_GRAIN) * GAIN_GRAIN)
+            total_ms += chance * whole_ms / self.gain(some, num_drafts)
+        return total_ms
+
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
 
@@ -290,28 +308,3 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
     ordered = np.sort(scores[:, :longest], axis=None)
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
-
-
-class CutRoundPrices:
-    """Prices rounds that `TileSpec` cuts, for policies that choose how many drafts there are.
-
-    A policy divides the tokens of a whole round by its price. A cut round gives fewer tokens in
-    less time, so its price is that of the whole round divided by what cutting gains in tokens per
-    millisecond."""
-
-    def __init__(self, rounds: MeasuredRoundPrices, tile_spec: TileSpec) -> None:
-        self._rounds = rounds
-        self._tile_spec = tile_spec
-
-    @property
-    def spread(self) -> float:
-        return self._rounds.spread
-
-    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
-        total_ms = 0.0
-        for chance, rows in upcoming.prompts:
-            whole_ms = self._rounds.round_ms(upcoming.beside(rows), num_drafts)
-            # A few rows of prompts more change the gain little, and it takes long to compute.
-            some = upcoming.beside(-(-rows // GAIN_GRAIN) * GAIN_GRAIN)
-            total_ms += chance * whole_ms / self._tile_spec.gain(some, num_drafts)
-        return total_ms

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -86,21 +85,18 @@ class UpcomingStep:
         is_fed: bool = True,
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
-        kv_lens, num_prompts, emits = batch.kv_lens_before, batch.num_prompt_tokens, batch.emits
-        kv_tokens = sum(compress(kv_lens, emits))
-        prompt_rows, longest, prompts = sum(num_prompts), 0, list[PromptChunk]()
-        if prompt_rows:
-            fed = compress(kv_lens, num_prompts), compress(num_prompts, num_prompts)
-            prompts = list(map(PromptChunk, *fed))
-            kv_tokens += sum(compress(num_prompts, emits))
-            longest = max(num_prompts)
+        split = batch.num_prompts
+        fed, num_fed = batch.requests[:split], batch.num_prompt_tokens[:split]
+        new = [each.kv_len_before + each.num_prompt_tokens for each in fed if each.emits]
         return cls(
             emitting=emitting,
-            kv_tokens=kv_tokens,
-            prompt_rows=prompt_rows,
-            longest_prompt=longest,
-            prompt_reqs=emits.count(False),
-            prompts=tuple(prompts),
+            kv_tokens=sum(batch.kv_lens_before[split:]) + sum(new),
+            prompt_rows=sum(num_fed),
+            longest_prompt=max(num_fed, default=0),
+            prompt_reqs=split - len(new),
+            prompts=tuple(
+                [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
+            ),
             num_ended=num_ended,
             is_packed=is_packed,
             is_fed=is_fed,
@@ -142,16 +138,35 @@ class UpcomingStep:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
 
-    def steady_shape(
-        self, limit: int, with_prompts: bool, share: ShareWithDrafts = all_have_drafts
+    def current_shape(
+        self,
+        limit: int,
+        share: ShareWithDrafts = all_have_drafts,
+        is_steady: bool = False,
+        with_prompts: bool = True,
     ) -> StepShape:
-        """The shape if the step before had this limit too and all that it predicted is pending, of
-        a packed step in that share of the requests."""
-        return self._shape(limit, with_prompts, True, share)
-
-    def current_shape(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> StepShape:
-        """The shape with what is pending now."""
-        return self._shape(limit, True, False, share)
+        """The shape with what is pending now or, if `is_steady`, if the step before had this limit
+        too and all that it predicted is pending, of a packed step in that share of the requests."""
+        reqs = rows = read = widest = 0
+        for request, count in self.emitting.items():
+            if not with_prompts:
+                request = request._replace(pending=max(request.pending, 1))
+            length, fed = request.sizes(limit, is_steady)
+            num_rows = self._rows(request, count, limit, is_steady, share)
+            reqs += count
+            rows += num_rows
+            read += num_rows if _is_cuttable(request) else count * length
+            widest = max(widest, fed)
+        row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
+        alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
+        if not with_prompts:
+            return alone
+        return alone._replace(
+            num_reqs=reqs + self.prompt_reqs,
+            widest=max(widest, self.longest_prompt),
+            num_rows=rows + self.prompt_rows,
+            prompts=self.prompts,
+        )
 
     def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
         """Counts the rows of `current_shape` that the device may divide (`Budget.num_rows`): those
@@ -170,32 +185,6 @@ class UpcomingStep:
                 request = request._replace(k=1, pending=min(request.pending, 1))
             emitting[request] += count
         return replace(self, emitting=emitting).current_shape(1)
-
-    def _shape(
-        self, limit: int, with_prompts: bool, is_steady: bool, share: ShareWithDrafts
-    ) -> StepShape:
-        reqs = rows = read = widest = 0
-        for request, count in self.emitting.items():
-            if not with_prompts:
-                request = request._replace(pending=max(request.pending, 1))
-            length, fed = request.sizes(limit, is_steady)
-            num_rows = self._rows(request, count, limit, is_steady, share)
-            reqs += count
-            rows += num_rows
-            read += num_rows if _is_cuttable(request) else count * length
-            widest = max(widest, fed)
-        row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
-        if not with_prompts:
-            return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
-        return StepShape(
-            reqs + self.prompt_reqs,
-            max(widest, self.longest_prompt),
-            rows + self.prompt_rows,
-            read,
-            self.kv_tokens,
-            row_kv,
-            self.prompts,
-        )
 
     def _rows(
         self,

@@ -16,7 +16,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.mask_planner import MaskPlanner, MTPConfig
-from sglang.srt.lookahead.round_options import LengthOptions
+from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import LENGTH_POLICIES, load
 from sglang.srt.speculative.drafter import (
@@ -69,7 +69,7 @@ class MaskDrafter(Drafter):
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
         config: MTPConfig = parts.options
         kind: type[LengthPolicy] = LENGTH_POLICIES.load(config.length_policy)
-        policy = kind(PolicyParts(options=LengthOptions(config.max_k - 1), steps=parts.prices))
+        policy = kind(PolicyParts(options=RoundOptions(config.max_k - 1), steps=parts.prices))
         planner = MaskPlanner(config, parts.state.num_rows, policy)
         ops = load(parts.runners.target.operations.masks)
         return PlannedDrafter(planner, cls(parts.state, config, ops))

@@ -9,7 +9,7 @@ from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts, same_size
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
-from sglang.srt.lookahead.tile_spec import CutRoundPrices, LatencyTables, TileSpec
+from sglang.srt.lookahead.tile_spec import LatencyTables, TileSpec
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
@@ -56,7 +56,7 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
     return DrafterNeeds(
         max_drafts=rounds.max_drafts,
         max_rows=rows,
-        num_steps=rounds.tier_options.initial,
+        num_steps=rounds.initial,
         tiers=tuple(rounds.states),
         extra_slots=rounds.step_width.decode_rows - rows,
         has_trees=rounds.has_trees,
@@ -83,10 +83,10 @@ def planner_of_rounds(
         assert prices is not None, "Rows go by prices, and none were measured."
         tables = LatencyTables(prices, target.config.capabilities.reads_q_starts)
         tile_spec = TileSpec(tables, options.tile_spec_drafts, options.has_trees)
-        policy_prices = CutRoundPrices(prices, tile_spec)
+        policy_prices = tile_spec
     policy = options.policy(
         PolicyParts(
-            options=options.tier_options,
+            options=options,
             num_rows=num_rows,
             max_prompt_rows=parts.runners.max_prompt_rows,
             rounds=policy_prices,

@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from sglang.srt.layers.forward_batch import GraphKey
@@ -107,7 +108,7 @@ def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
     """`FindGraph` where every step is launched kernel by kernel."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PriceTable:
     """Prices of steps in milliseconds. A step that replays a graph costs the time of that graph,
     however many of its rows are padding.
@@ -137,7 +138,7 @@ class PriceTable:
         """Tells whether a step replays a graph."""
         return self.find(step.num_reqs, step.widest, step.num_rows) is not None
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Numbers of rows, ascending. Between two of them the price of a step without KV is
         constant (it is padded) or linear."""

@@ -165,6 +165,11 @@ class ScheduleBatch:
     def num_prompt_tokens(self) -> list[int]:
         return self._columns[2]
 
+    @cached_property
+    def num_prompts(self) -> int:
+        """Returns how many requests, the first ones, feed a prompt. All others emit."""
+        return len(self.requests) - self.num_prompt_tokens.count(0)
+
     @property
     def emits(self) -> list[bool]:
         return self._columns[3]

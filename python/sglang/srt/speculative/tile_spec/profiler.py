@@ -32,6 +32,7 @@ from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.lookahead.cut import PiecewiseLinearLatency
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
+from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
@@ -273,19 +274,16 @@ def read_profile(path: Path, runner: ModelRunner) -> KeptPrices | None:
 def _contents(path: Path) -> tuple[bytes, str]:
     """Returns the bytes of a file, none if there is no file, and what is wrong with it."""
     try:
-        if not path.exists() or path.is_dir():
+        if not path.exists() or path.is_dir() or not os.access(path, os.R_OK):
             return b"", ""
-        # A pipe would block, and a device never end.
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            return b"", f"not a file of at most {MAX_BYTES >> 20} MiB"
-        data = path.read_bytes()
-        return data, "" if data else DAMAGED
+        data = read_bytes(path, MAX_BYTES)
     except PermissionError:
         return b"", ""
-    except OSError as error:
+    except UnreadableFileError as error:
+        return b"", error.reason
+    except (OSError, ValueError) as error:  # the latter of a path that no file can have
         return b"", _reason(error)
-    except ValueError:  # of a path that no file can have
-        return b"", DAMAGED
+    return data, "" if data else DAMAGED
 
 
 def _reason(error: OSError | ValueError) -> str:
