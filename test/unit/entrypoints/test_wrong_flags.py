@@ -54,7 +54,7 @@ WRONG = {
     f"{EAGLE3} --speculative-adaptive-config aggressive": "needs --speculative-adaptive",
     f"{EAGLE3} --speculative-adaptive-strategy ema": "needs --speculative-adaptive",
     f"{EAGLE3} --speculative-adaptive --speculative-load-aware off": "leave out",
-    f"{EAGLE3} --speculative-adaptive --speculative-adaptive-config nowhere": "is no file",
+    f"{EAGLE3} --speculative-adaptive --speculative-adaptive-config nowhere": "cannot be read",
     f"{EAGLE3} {BY_EMA} --speculative-num-steps 4": "the candidate_steps",
     f"{EAGLE3} --tile-spec --max-running-requests 513": "lower --max-running-requests",
     f"{EAGLE3} --tile-spec-cache-dir x": "needs --tile-spec",

@@ -179,7 +179,10 @@ EAGLE = {"algorithm": "EAGLE"}
             f" {CONFIG_FLAG} conservative are 1, 3, 7; change it or leave it out.",
         ),
         ({**ON, "num_steps": 0}, f"{NUM_STEPS} 0 must be a whole number from 1 to 63"),
-        ({**ON, "adaptive_config": "none.json"}, f"{CONFIG_FLAG} none.json is no file"),
+        (
+            {**ON, "adaptive_config": "none.json"},
+            f"{CONFIG_FLAG} none.json cannot be read: No such file",
+        ),
         (ON, "--speculative-algorithm EAGLE needs --speculative-draft-model-path"),
     ],
 )
