@@ -1,4 +1,4 @@
-"""What the measuring commands share: their options, the stored result, turns and ratios."""
+"""Holds what the measuring commands share: their options, the stored result, turns and ratios."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def in_turn(items: Iterable[Item], number: int) -> list[Item]:
-    """What takes turns within round `number`: forwards if it is even, else backwards."""
+    """Returns the items in the order of round `number`: forwards if it is even, else backwards."""
     return list(items)[:: -1 if number % 2 else 1]
 
 

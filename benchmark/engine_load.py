@@ -13,7 +13,7 @@ FIRST_PLAIN_ID = 3  # below are the special tokens of the demo models
 
 
 class AsyncEngine(Protocol):
-    """What a load needs of `sglang.Engine`."""
+    """Names what a load needs of `sglang.Engine`."""
 
     async def async_generate(
         self, *, input_ids: list[int], sampling_params: dict[str, Any]
@@ -24,7 +24,7 @@ class AsyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What one run of a load gave.
+    """Holds the results of one run of a load.
 
     Attributes:
         seconds: of the laps that count.
@@ -70,7 +70,8 @@ class _Span:
 
     @property
     def num_steps(self) -> int:
-        """How many gave the tokens: one for each token that was not a confirmed draft."""
+        """Returns the number of steps that gave the tokens: one for each token that was not a
+        confirmed draft."""
         info = self.answer["meta_info"]
         steps = info.get("mtp_effective_k")
         if steps is not None:
@@ -79,7 +80,7 @@ class _Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was not aborted."""
+        """Tells whether the request ended without an abort."""
         return (self.answer["meta_info"]["finish_reason"] or {}).get("type") != "abort"
 
 
@@ -159,7 +160,7 @@ def varied_lengths(num_prompts: int, mean: int) -> list[int]:
 
 
 def _result_within(spans: Sequence[_Span], begin: float, end: float) -> LoadResult:
-    """What the laps that count gave, which lie between two times."""
+    """Computes the result of the laps that count, which lie between two times."""
     return LoadResult(
         end - begin,
         _tokens_within(spans, begin, end),
@@ -170,9 +171,9 @@ def _result_within(spans: Sequence[_Span], begin: float, end: float) -> LoadResu
 
 
 def _tokens_within(spans: Sequence[_Span], begin: float, end: float) -> float:
-    """How many came between two times, if those of an answer came evenly, its prompt counted. An
-    answer that was aborted has the speed of a whole one to the same prompt, if there is any: it had
-    no time to make up for its prompt."""
+    """Counts the tokens that came between two times, if those of an answer came evenly, its prompt
+    counted. An answer that was aborted has the speed of a whole one to the same prompt, if there is
+    any: it had no time to make up for its prompt."""
     speeds = {span.place: span.speed for span in spans if span.is_whole}
     found = 0.0
     for span in spans:
@@ -200,7 +201,7 @@ def random_prompts(
 
 
 class BlockingEngine(Protocol):
-    """What a timed batch needs of `sglang.Engine`."""
+    """Names what a timed batch needs of `sglang.Engine`."""
 
     def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> Any: ...
 
@@ -223,7 +224,7 @@ def batch_wall_s(engine: BlockingEngine, prompts: list[list[int]], num_new: int)
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rounds fit into a time.
+    """Tells how many rounds fit into a time.
 
     Attributes:
         total_s: in all.
@@ -234,7 +235,8 @@ class Budget:
     start_s: float
 
     def has_room(self, num_done: int, max_rounds: int, last_round_s: float) -> bool:
-        """Whether to begin another round: the first always, later ones if they will end in time."""
+        """Tells whether to begin another round: the first always, later ones if they will end in
+        time."""
         if num_done >= max_rounds:
             return False
         spent = time.perf_counter() - self.start_s

@@ -65,7 +65,7 @@ def measured_commit(root: Path = ROOT, environ: Mapping[str, str] = os.environ) 
 
 
 def _package_versions() -> dict[str, str]:
-    """Of those that are installed: a CPU needs no Triton."""
+    """Returns the versions of the packages that are installed: a CPU needs no Triton."""
     versions = {}
     for package in PACKAGES:
         try:

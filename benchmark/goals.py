@@ -89,7 +89,7 @@ TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest a
 
 
 def is_steady(way: dict[str, Any]) -> bool:
-    """Whether an adaptive way did on work that stays the same what is asked.
+    """Tells whether an adaptive way met its goals on work that stays the same.
 
     Args:
         way: of `benchmark.measure.adaptive_stationary`.

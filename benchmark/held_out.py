@@ -30,7 +30,7 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Of source."""
+        """Returns the size of the source in bytes."""
         return sum(len(text.encode()) for text in self.texts)
 
 

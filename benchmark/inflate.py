@@ -59,7 +59,8 @@ class InflationError(ValueError):
 
 
 def weight_names(geometry: Geometry) -> list[str]:
-    """Of a Llama with a head of its own, in the order in which they are made."""
+    """Returns the names of the weights of a Llama with a head of its own, in the order in which
+    they are made."""
     layers = [f"model.layers.{layer}" for layer in range(geometry.num_layers)]
     inner = [f"{layer}.{block}.weight" for layer in layers for block in BLOCKS]
     return [EMBEDDING, *inner, LAST_NORM, HEAD]
@@ -116,7 +117,7 @@ def plan_inflation(config: ModelConfig, target: Geometry) -> Inflation:
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """What lies where the function does not look, and how tensors are made.
+    """Describes what lies where the function does not look, and how tensors are made.
 
     Attributes:
         device: where they are made. CPU and CUDA draw different filler.

@@ -56,7 +56,8 @@ def make_mtp_parser(doc: str | None, result_name: str) -> argparse.ArgumentParse
 
 @contextmanager
 def model_path_of(arguments: argparse.Namespace) -> Iterator[str]:
-    """What --model-path names; the inflated model is written unless a whole one is there."""
+    """Yields the folder that --model-path names; the inflated model is written unless a whole one
+    is there."""
     if arguments.model_path != INFLATED:
         yield arguments.model_path
         return
@@ -83,7 +84,7 @@ def code_prompts(
 
 
 def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, Any]:
-    """Of all Engines; the KV pool is as large as the running requests can use."""
+    """Returns the flags of all Engines; the KV pool is as large as the running requests can use."""
     return {
         "model_path": model_path,
         "device": arguments.device,
@@ -120,7 +121,7 @@ def start_engine(flags: dict[str, Any], **more: Any) -> sglang.Engine:
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What of the options belongs to the result."""
+    """Returns the options that belong to the result."""
     is_inflated = arguments.model_path == INFLATED
     return {
         "model": f"{INFLATED}, {arguments.geometry}" if is_inflated else arguments.model_path,

@@ -72,7 +72,8 @@ class HttpStreams:
     route: str
 
     async def async_generate(self, *, input_ids: list[int], sampling_params: Params) -> Answer:
-        """What a load asks of an answer: as many places as there are tokens, and how it ended.
+        """Returns what a load asks of an answer: as many places as there are tokens, and how it
+        ended.
 
         Raises:
             StreamError: if the request fails.

@@ -1,4 +1,4 @@
-"""What quickstart.sh asks of the server: a free port, readiness, one streamed completion.
+"""Does what quickstart.sh asks of the server: a free port, readiness, one streamed completion.
 
 Standard library only, so that it runs before anything else is known to work.
 """

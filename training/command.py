@@ -1,4 +1,5 @@
-"""What the training commands share: their options, the device, what a result says of the run."""
+"""Holds what the training commands share: their options, the device, what a result says of the
+run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def is_compiled(arguments: argparse.Namespace, device: torch.device) -> bool:
-    """Whether --compile was given, or nothing was and there is a GPU."""
+    """Tells whether --compile was given, or nothing was and there is a GPU."""
     return device.type == "cuda" if arguments.compile is None else bool(arguments.compile)
 
 
@@ -65,7 +66,7 @@ def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> MuonAdamW
 
 
 def describe_run(name: str, commit: str, device: torch.device) -> dict[str, Any]:
-    """What was run, where and with what, for a result; `name` is that of the script."""
+    """Describes for a result what was run, where and with what; `name` is that of the script."""
     on_gpu = device.type == "cuda"
     return {
         "script": f"training/{name}.py",

@@ -89,7 +89,7 @@ class Corpus:
 
 
 def is_held_out(package_name: str) -> bool:
-    """Whether the name alone puts a package into the held-out set (see HELD_OUT_RULE)."""
+    """Tells whether the name alone puts a package into the held-out set (see HELD_OUT_RULE)."""
     digest = hashlib.sha256(package_name.encode()).hexdigest()
     return int(digest[:8], 16) % HELD_OUT_MODULUS == 0
 

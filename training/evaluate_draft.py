@@ -1,4 +1,4 @@
-"""How many drafts of a draft model its target confirms.
+"""Counts the drafts of a draft model that its target confirms.
 
     python -m training.evaluate_draft build/tiny-code-draft --prompts 16
 

@@ -1,4 +1,5 @@
-"""How well a model predicts ahead: acceptance on real text, and text that it writes itself.
+"""Measures how well a model predicts ahead: acceptance on real text, and text that it writes
+itself.
 
     python -m training.evaluate_mtp python/sglang/demo_models/tiny-code --prompts 16
 
@@ -95,7 +96,7 @@ def best_tokens(model: Llama, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Continuations:
-    """What N prompts were continued with.
+    """Holds the continuations of N prompts.
 
     Attributes:
         tokens: [N, NEW_TOKENS] int64.

@@ -200,7 +200,7 @@ def _cells(shares: list[float | None]) -> str:
 
 
 def acceptance_fields(results: dict[str, Any], results_name: str) -> dict[str, Any]:
-    """What a card says of acceptance, for `ACCEPTANCE`."""
+    """Returns what a card says of acceptance, for `ACCEPTANCE`."""
     found, corpus = results["acceptance"], results["corpus"]
     own_rows = [
         f"| {steps} | {row['accept_length'] or 0:.2f} ({row['accept_length_all']:.2f}) |"
@@ -237,7 +237,7 @@ def head_card(results: dict[str, Any], results_name: str) -> str:
 
 
 def _head_fields(head: dict[str, Any]) -> dict[str, Any]:
-    """What the card says of the head itself."""
+    """Returns what the card says of the head itself."""
     shape, is_eagle3 = head["shape"], head["algorithm"] == EAGLE3
     vocabulary = (
         f"| reads | the outputs of layers {head['layer_ids']} |\n"
@@ -265,7 +265,7 @@ def _head_fields(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training_fields(results: dict[str, Any]) -> dict[str, Any]:
-    """What the card says of the run."""
+    """Returns what the card says of the run."""
     training = results["training"]
     names = ("starts", "unrolled")
     return {
@@ -276,7 +276,7 @@ def _training_fields(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_fields(results: dict[str, Any]) -> dict[str, Any]:
-    """What the cards of heads and draft models say of the run."""
+    """Returns what the cards of heads and draft models say of the run."""
     training = results["training"]
     names = ("context", "own_share", "muon_lr", "adam_lr")
     long = ("long_every", "long_rows", "long_context")

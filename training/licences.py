@@ -1,4 +1,4 @@
-"""Which licence a package names, and whether it asks for no more than attribution."""
+"""Finds which licence a package names, and whether it asks for no more than attribution."""
 
 from __future__ import annotations
 

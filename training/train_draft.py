@@ -168,7 +168,7 @@ def describe(
     loop: TimedLoop,
     own: OwnText,
 ) -> dict[str, Any]:
-    """What was run, how training went and what the folder holds."""
+    """Describes what was run, how training went and what the folder holds."""
     weights = arguments.out / "model.safetensors"
     settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
     return {

@@ -236,7 +236,7 @@ def draft_vocabulary(own: OwnText, size: int) -> tuple[Tensor, float]:
 def describe(
     arguments: argparse.Namespace, device: torch.device, loop: TimedLoop, own: OwnText
 ) -> dict[str, Any]:
-    """What was run and how training went."""
+    """Describes what was run and how training went."""
     return {
         **describe_run("train_eagle", arguments.commit, device),
         "training": {

@@ -1,4 +1,4 @@
-"""What do adaptive steps cost? Host time of a switch of tiers, and memory of all tiers' graphs.
+"""Measures what adaptive steps cost: host time of a switch of tiers, memory of all tiers' graphs.
 
 Random weights in a large geometry with a head of one layer, in this process. Of every step's drafts
 none is right, so each request gets one token per step, whatever the tier.
@@ -203,9 +203,9 @@ def rows_of(measured: Measured, arguments: argparse.Namespace) -> list[dict[str,
 
 
 def graph_bytes(args: ServerArgs) -> dict[str, int]:
-    """What graphs take: of the target, of the head with those of its draft steps, and of whole
-    rounds with the worker's device rows. Those of the models are captured once more, so that all
-    that is loaded or compiled is there already."""
+    """Measures the bytes that graphs take: of the target, of the head with those of its draft
+    steps, and of whole rounds with the worker's device rows. Those of the models are captured once
+    more, so that all that is loaded or compiled is there already."""
     model = load_model_config(args.model_path)
     config = resolve(args, Platform.probe(), model, Environ.read())
     runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
@@ -303,7 +303,7 @@ def measure(arguments: argparse.Namespace, folder: str, head: str, slots: str) -
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """What was asked, and what was found."""
+    """Prints what was asked and what was found."""
     is_told = result["launches_alone"]
     what = "" if is_told else " (on this device computing is part of a launch)"
     for row in result["rows"]:

@@ -65,7 +65,7 @@ class Load(NamedTuple):
 
 
 class Laps(NamedTuple):
-    """How many passes through the prompts of a load there are.
+    """Tells how many passes through the prompts of a load there are.
 
     Attributes:
         lead: before those that count.

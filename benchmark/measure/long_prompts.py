@@ -1,4 +1,4 @@
-"""How long do prompts of a thousand tokens and more take? The loads of docs/performance.md.
+"""Measures how long prompts of a thousand tokens and more take: the loads of docs/performance.md.
 
 One Engine with the server's default flags (radix cache on) in a large geometry with random weights,
 greedy; with --tp-size on several GPUs. Every run has fresh random prompts, so nothing is found in

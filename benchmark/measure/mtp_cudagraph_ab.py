@@ -78,7 +78,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """What one request gave."""
+    """Holds the output of one request."""
 
     output_ids: list[int]
     effective_k: list[int]
@@ -237,7 +237,7 @@ def wrong_graphs(arm: Arm, run: Run) -> str:
 
 
 def margin(run: Run, place: int) -> float:
-    """How close the choice of a token was: its distance in logits to the second, or of its
+    """Returns how close the choice of a token was: its distance in logits to the second, or of its
     probability to the threshold."""
     best, second = run.top_logprobs[place]
     return min(best - second, abs(math.exp(best) - TAU))

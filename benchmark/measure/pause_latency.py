@@ -1,4 +1,4 @@
-"""How soon does a pause return, and how soon does the next token come after it?
+"""Measures how soon a pause returns, and how soon the next token comes after it.
 
 One Engine with the bundled demo model and 64 running requests, radix cache off, so that a retracted
 request computes all of its prompt again. Per round: a pause while all decode, one while prompts are

@@ -1,4 +1,4 @@
-"""How long from `python -m sglang.launch_server` to the first answer of /generate?
+"""Measures the time from `python -m sglang.launch_server` to the first answer of /generate.
 
 Random weights in a large geometry, CUDA graphs for up to --max-running-requests requests, a greedy
 request of 16 tokens as soon as /health says 200. Cold: every cache of compiled code (Triton,
@@ -157,7 +157,7 @@ def kind_of(row: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def label_of(row: dict[str, Any]) -> str:
-    """What is printed of `kind_of`."""
+    """Returns `kind_of` a row as text to print."""
     backend, drafter = kind_of(row)
     return backend if drafter is None else f"{backend}, {drafter}"
 

@@ -1,4 +1,4 @@
-"""How long do streams wait for a token while a prompt of the full context is computed beside them?
+"""Measures how long streams wait for a token beside a prompt of the full context.
 
 One Engine per value of --max-step-ms, a large geometry with random weights, greedy, the server's
 default flags else. Requests decode and stream; when all do, fresh long prompts come one after the
@@ -42,7 +42,8 @@ STREAM_ENDED = "A stream ended before the long prompts did: raise --output-len."
 
 @dataclass
 class Stream:
-    """What came when: seconds of `time.perf_counter`, and the tokens that were there then."""
+    """Records what came when: seconds of `time.perf_counter`, and the tokens that were there
+    then."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Stream:
 
 
 def gaps_ms(arrivals: Sequence[tuple[float, int]], start: float, end: float) -> list[float]:
-    """Of the gaps between arrivals those that lie, if only in part, between two times."""
+    """Returns the gaps between arrivals that lie, if only in part, between two times."""
     return [
         (after - before) * 1e3
         for (before, _), (after, _) in itertools.pairwise(arrivals)
@@ -93,7 +94,7 @@ def describe(streams: Sequence[Stream], windows: Sequence[tuple[float, float]]) 
 
 
 def is_within(longest_ms: float, bound_ms: float | None) -> bool | None:
-    """Whether the longest gap keeps to --max-step-ms; None without a bound."""
+    """Tells whether the longest gap keeps to --max-step-ms; None without a bound."""
     return longest_ms <= MAX_GAP_RATIO * bound_ms if bound_ms else None
 
 
@@ -103,7 +104,7 @@ def figures(
     beside: Sequence[tuple[float, float]],
     idle_s: float,
 ) -> dict[str, Any]:
-    """What is stored of one value.
+    """Returns the figures that are stored of one value of --max-step-ms.
 
     Args:
         alone: a time without a long prompt.

@@ -1,4 +1,4 @@
-"""What the tables share: their form, and where a figure is from."""
+"""Holds what the tables share: their form, and where a figure is from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def provenance(result: Result) -> str:
 
 
 def verdict(reached: float, asked: float, is_least: bool) -> str:
-    """Whether a figure is as it was asked to be.
+    """Returns "yes" if a figure is as it was asked to be, else "no" in bold.
 
     Args:
         is_least: it must be `asked` or more, else at most that.

@@ -53,7 +53,7 @@ def _is_fixed(way: Result) -> bool:
 
 
 def _best_of_phases(ways: list[Result], base: str) -> float:
-    """How much faster than `base` all phases would be, each by the fastest way that is not
+    """Returns how much faster than `base` all phases would be, each by the fastest way that is not
     adaptive."""
     fixed = [way["phases"] for way in ways if _is_fixed(way)]
     own = next(way["phases"] for way in ways if way["way"] == base)
@@ -114,7 +114,8 @@ def adaptive_costs(results: list[Result]) -> str:
 
 
 def shares_of_replay(results: list[Result]) -> dict[str, dict[int, Result]]:
-    """By drafter and requests at once: the ratio to replayed drafts, as `Interval.stored`."""
+    """Returns the ratio to replayed drafts, as `Interval.stored`, by drafter and requests at
+    once."""
     found: dict[str, dict[int, Result]] = {}
     for result in results:
         for row in result["rows"]:

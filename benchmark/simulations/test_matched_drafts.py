@@ -126,7 +126,7 @@ class Decoding:
         return [place for place, node in enumerate(order[: self.tier]) if node in right]
 
     def _run(self, chance: float) -> int:
-        """How many nodes of a branch are right."""
+        """Draws how many nodes of a branch are right."""
         num_right = 0
         while num_right < MAX_DRAFTS and self.random.random() < chance:
             num_right += 1

@@ -26,7 +26,7 @@ TIERS = LoadAwareDrafts.tiers(OPTIONS)
 
 
 class Found(NamedTuple):
-    """What a run gave: tokens per second, settled tiers that changed per second."""
+    """Holds the results of a run: tokens per second, and changes of the settled tier per second."""
 
     speed: float
     switches: float
