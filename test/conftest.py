@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Holds the set-up of all tests."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What imports and the collection of tests have made lives to the end. Looking at it took a
-    collection of garbage most of a second."""
+    """Keeps garbage collections from looking at what imports and the collection of tests have made,
+    which lives to the end: that took each most of a second."""
     gc.enable()
     keep_out_of_collections()
     num_modules.append(len(sys.modules))

@@ -236,7 +236,7 @@ class HttpStorm:
             self.seen["half-closed"] += 1
 
     def _is_taken(self, status_code: int, text: str) -> bool:
-        """Whether a request was taken: nothing but a stopped child is a reason against it."""
+        """Tells whether a request was taken: nothing but a stopped child is a reason against it."""
         if status_code == 503 and "process is stopped" in text:
             self.seen["refused"] += 1
             return False

@@ -1,5 +1,5 @@
-"""What the checks of real clients share: an environment for a client, and a server of the bundled
-model."""
+"""Holds what the checks of real clients share: an environment for a client, and a server of the
+bundled model."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def read_samples(folder: Path, task: str) -> list[Sample]:
-    """What lm-eval has logged of a task under its output folder."""
+    """Reads the samples that lm-eval has logged of a task under its output folder."""
     (path,) = folder.rglob(f"samples_{task}_*.jsonl")
     kind = str(_KINDS[task]["output_type"])
     return [

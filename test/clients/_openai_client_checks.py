@@ -154,7 +154,7 @@ class Checks:
         assert isinstance(answer.choices[0].message.parsed, File)
 
     def tools_unused(self) -> None:
-        """What is no call is content, and no error."""
+        """Checks that text that is no call is given as content, and is no error."""
         for choice in ("auto", "none", "required"):
             answer = self._chat(tools=TOOLS, tool_choice=choice)
             message = answer.choices[0].message

@@ -56,12 +56,12 @@ def stream_completion(url: str, prompt: str) -> str:
 
 
 def chat(url: str, prompt: str) -> str:
-    """What an answer of /v1/chat/completions says."""
+    """Returns the text of an answer of /v1/chat/completions."""
     return _chat(url, _question(prompt))
 
 
 def stream_chat(url: str, prompt: str) -> str:
-    """What a stream of /v1/chat/completions says."""
+    """Returns the text of a stream of /v1/chat/completions."""
     return _stream_chat(url, _question(prompt))
 
 
@@ -110,7 +110,7 @@ def _in_short(content: str | None, calls: list[dict[str, Any]], reason: str) -> 
 
 
 def data_of(events: str) -> list[str]:
-    """What each event of a stream says."""
+    """Returns the data of each event of a stream."""
     lines = events.split("\n\n")
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
@@ -135,7 +135,7 @@ UNSTREAMED = {
 
 
 def expected_answers(url: str) -> Answers:
-    """What a server says by itself, in one piece.
+    """Returns the answers that a server gives by itself, in one piece.
 
     Raises:
         SystemExit: the model calls no tool, so that calls cannot be checked.

@@ -1,4 +1,5 @@
-"""What transformers says of a model: log-likelihoods of texts, and greedy continuations."""
+"""Computes with transformers what a model says: log-likelihoods of texts, and greedy
+continuations."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Oracle:
 
     @torch.no_grad()
     def _score(self, ids: list[int], start: int) -> tuple[float, bool]:
-        """Of the tokens from `start` on, each behind all those before it."""
+        """Returns the log-likelihood of the tokens from `start` on, each behind all those before
+        it, and whether all of them are the greedy ones."""
         logits = self._model(torch.tensor([ids])).logits[0, start - 1 : -1]  # [T, vocabulary]
         wanted = torch.tensor(ids[start:])  # [T]
         logprobs = torch.log_softmax(logits, -1).gather(-1, wanted[:, None])

@@ -152,7 +152,8 @@ def run_lm_eval(way: Way, python: Path, url: str, folder: Path) -> None:
 
 
 def compare(samples: list[Sample], way: Way, oracle: Oracle) -> dict[str, Any]:
-    """How many values were compared, how many are wrong, and how far a log-likelihood is off."""
+    """Counts the values that were compared and those that are wrong, and tells how far a
+    log-likelihood is off."""
     wrong, largest = 0, 0.0
     for sample in samples:
         if sample.kind == "generate_until":
@@ -173,7 +174,7 @@ def compare(samples: list[Sample], way: Way, oracle: Oracle) -> dict[str, Any]:
 
 
 def expected_text(sample: Sample, way: Way, oracle: Oracle) -> str:
-    """What transformers generates in place of a sample."""
+    """Returns the text that transformers generates in place of a sample."""
     if way.is_chat:
         return oracle.answer(json.loads(sample.context), sample.stops, sample.num_tokens)
     begins_with_bos = way.begins_with_bos

@@ -239,7 +239,7 @@ class Load:
         return num_running
 
     def _one(self, index: int) -> str:
-        """How one request went: `whole`, `wrong`, `cut` or an HTTP status."""
+        """Sends one request and tells how it went: `whole`, `wrong`, `cut` or an HTTP status."""
         prompt, kind = PROMPTS[index % len(PROMPTS)], self._kinds[index % len(self._kinds)]
         try:
             answer = REQUESTS[kind](self._url, prompt)

@@ -39,8 +39,8 @@ def decided_at(mine: dict[str, Any], other: dict[str, Any], is_unverified: bool)
 
 
 def margin(answer: dict[str, Any], place: int, is_unverified: bool) -> float:
-    """How close the choice of a token was, in logits; an unverified one is accepted, after the
-    first of a step, if its probability reaches tau."""
+    """Returns how close the choice of a token was, in logits; an unverified one is accepted, after
+    the first of a step, if its probability reaches tau."""
     best, second = (entry[0] for entry in answer["meta_info"]["output_top_logprobs"][place])
     if not is_unverified:
         return best - second
@@ -72,7 +72,7 @@ def assert_same_tokens(found: list[dict[str, Any]], right: list[dict[str, Any]],
 
 @functools.cache
 def undisturbed(target: Target, kind: str, num_requests: int, num_new: int) -> list[dict[str, Any]]:
-    """What the requests give when nothing comes between."""
+    """Returns the answers that the requests get when nothing comes between."""
     return baseline(target, kind, num_requests, num_new, **TOP_TWO)
 
 

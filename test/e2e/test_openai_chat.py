@@ -61,7 +61,8 @@ def test_stream_is_the_answer(server: RunningServer) -> None:
 
 
 def test_content_matches_the_schema_of_the_response_format(server: RunningServer) -> None:
-    """Of chats and completions, greedy and sampled, with log-probabilities that JSON can hold."""
+    """Checks chats and completions, greedy and sampled, with log-probabilities that JSON can
+    hold."""
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     body = {"response_format": wanted, "max_tokens": 400, "logprobs": True, "top_logprobs": 4}
     validator = jsonschema_rs.Draft202012Validator(PERSON)

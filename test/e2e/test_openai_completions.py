@@ -72,7 +72,8 @@ def test_every_form_of_prompt(server: RunningServer) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(server: RunningServer) -> None:
-    """What evaluation harnesses send: prompt and output with one logprob each, the first null."""
+    """Sends what evaluation harnesses do: prompt and output come with one logprob each, the first
+    null."""
     choice = complete(server, echo=True, logprobs=2)["choices"][0]
     expected = native(
         server, return_logprob=True, logprob_start_len=0, return_text_in_logprobs=True

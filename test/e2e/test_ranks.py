@@ -53,7 +53,7 @@ def answers(engine: sglang.Engine, kinds: dict[str, dict[str, Any]]) -> dict[str
 
 @pytest.fixture(scope="module")
 def right() -> dict[str, list[list[int]]]:
-    """Of one rank."""
+    """Returns the answers of one rank."""
     with engine(1) as one:
         return answers(one, KINDS)
 

@@ -1,4 +1,4 @@
-"""How a server ends: a signal, a dead child, its own death, a start that cannot succeed."""
+"""Tests how a server ends: a signal, a dead child, its own death, a start that cannot succeed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PROMPTS = ["def add(a, b):\n    return a + b\n\n\n" * 8, "import os\n", "[0, 0, 
 
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
-    """What transformers gives for PROMPTS."""
+    """Returns the tokens that transformers gives for PROMPTS."""
     return greedy_outputs(PROMPTS, NUM_TOKENS)
 
 

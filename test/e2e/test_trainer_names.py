@@ -1,4 +1,4 @@
-"""What trainers start by SGLang's names: a server in their own process tree, and forks."""
+"""Tests what trainers start by SGLang's names: a server in their own process tree, and forks."""
 
 from __future__ import annotations
 

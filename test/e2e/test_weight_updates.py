@@ -101,13 +101,15 @@ def running() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def old_outputs(running: RunningServer) -> list[list[int]]:
-    """Of the weights that the server was started with: `server` asks for them before updates."""
+    """Returns outputs of the weights that the server was started with: `server` asks for them
+    before updates."""
     return outputs(running)
 
 
 @pytest.fixture(scope="module")
 def new_outputs(engine: sglang.Engine, old_outputs: list[list[int]]) -> list[list[int]]:
-    """Of the weights that the engine was started with; its one test asks for them first."""
+    """Returns outputs of the weights that the engine was started with; its one test asks for them
+    first."""
     found = outputs_of(engine)
     assert all(new != old for new, old in zip(found, old_outputs, strict=True))
     return found

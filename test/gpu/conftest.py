@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 
 
 def names_flashinfer(values: Iterable[object]) -> bool:
-    """Whether one of a test's parameters is that backend, or a tuple with it."""
+    """Tells whether one of a test's parameters is that backend, or a tuple with it."""
     return any(
         value == "flashinfer" or (isinstance(value, tuple) and "flashinfer" in value)
         for value in values

@@ -122,8 +122,8 @@ def test_prompts_of_many_rows(
     head_dim: int,
     dtype: torch.dtype,
 ) -> None:
-    """Of all lengths around whole tiles, beside short ones, decodes and a tree's worth of rows;
-    what the gathered KV held before is NaN."""
+    """Checks prompts of all lengths around whole tiles, beside short ones, decodes and a tree's
+    worth of rows; what the gathered KV held before is NaN."""
     case = AttentionCase(
         shape=PROMPTS[shape],
         windows=windows,

@@ -68,8 +68,8 @@ def check(placed: PlacedCase, page_size: int | None = None) -> None:
 
 
 class Graph:
-    """What the graph runner does with a key, for the attention alone: captured with padding only,
-    in buffers that stay."""
+    """Captures and replays attention alone, as the graph runner does with a key: captured with
+    padding only, in buffers that stay."""
 
     def __init__(self, backend: FlashInferBackend, key: GraphKey, placed: PlacedCase) -> None:
         self._backend, self._key = backend, key

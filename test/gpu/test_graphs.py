@@ -95,7 +95,7 @@ def shapes_of(key: GraphKey, keys: GraphKeys, seed: int) -> list[list[int]]:
 
 
 def last_rows(q_lens: list[int], chooser: random.Random) -> torch.Tensor:
-    """Of some of the requests, maybe none."""
+    """Chooses the last rows of some of the requests, maybe of none."""
     ends = itertools.accumulate(q_lens)
     return torch.tensor([end - 1 for end in ends if chooser.random() < 0.7], device="cuda").long()
 
@@ -216,8 +216,8 @@ def test_trees_replay_the_graphs_that_were_captured_for_them() -> None:
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_packed_steps_replay_the_graphs_of_look_ahead(trees: bool) -> None:
-    """Of more bounds than a graph has rows; and steps of known numbers of rows replay the same
-    graphs before and after them."""
+    """Checks steps of more bounds than a graph has rows; steps of known numbers of rows replay the
+    same graphs before and after them."""
     graphs = make("triton", MTP_MAX_ROWS, captures_trees=trees, poisons_graphs=True)
     eager = make("triton", 0)
     shapes = ([7, 1, MTP_MAX_ROWS], [MTP_MAX_ROWS] * 12, [MTP_MAX_ROWS] * 40, [100, 3, 9])

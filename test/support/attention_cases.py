@@ -675,8 +675,8 @@ OUTSIDE_CASES = {
 
 
 def outside_case(name: str, shape: tuple[int, int], is_guarded: bool, device: str) -> str:
-    """What is wrong when a length on the device says more than the row of the page table has: what
-    lies behind the row points to NaN, and a guarded table tells of it."""
+    """Tells what is wrong when a length on the device says more than the row of the page table has:
+    what lies behind the row points to NaN, and a guarded table tells of it."""
     placed = PlacedCase(AttentionCase(shape=[shape]), device, torch.float32, seed=0)
     row, width, excess = placed.rows[0], sum(shape), 40
     table = ReqToTokenPool(row + 3, width, device, is_guarded)
@@ -695,9 +695,9 @@ def outside_case(name: str, shape: tuple[int, int], is_guarded: bool, device: st
 def gather_case(
     shape: Sequence[tuple[int, int]], device: str, kv_starts: Sequence[int] = ()
 ) -> str:
-    """What is wrong when the KV of requests is gathered: each one's must lie side by side, from its
-    first one that is there, zeros after it up to a whole tile, and everything else must be left
-    alone."""
+    """Tells what is wrong when the KV of requests is gathered: each one's must lie side by side,
+    from its first one that is there, zeros after it up to a whole tile, and everything else must be
+    left alone."""
     from sglang.srt.layers.attention.triton_ops.gather_kernel import gather_kv
     from sglang.srt.layers.attention.triton_ops.kernels import Paged
 
@@ -750,7 +750,7 @@ GATHER_CASES: dict[str, tuple[Sequence[tuple[int, int]], Sequence[int]]] = {
 
 
 def outside_met(table: ReqToTokenPool) -> str:
-    """What the table says of columns outside of their row; nothing if no kernel met one."""
+    """Returns what the table says of columns outside of their row; nothing if no kernel met one."""
     try:
         for _ in range(2):  # on a GPU a look takes two calls, since it never waits
             if table.req_to_token.is_cuda:

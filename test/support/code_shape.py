@@ -288,7 +288,7 @@ def _room(module: str) -> str:
 
 
 def only_gives_names(source: str) -> bool:
-    """Whether a module has no code: it gives names of another one under SGLang's path."""
+    """Tells whether a module has no code: it gives names of another one under SGLang's path."""
     docstring, *others = ast.parse(source).body
     return isinstance(docstring, ast.Expr) and all(
         isinstance(node, ast.ImportFrom) and all(a.asname == a.name for a in node.names)

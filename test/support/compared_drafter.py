@@ -144,8 +144,8 @@ class Compared(Drafter):
         self.seen["compared"] += 1
 
     def _true_sequence(self, row: int, known: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-        """What the head was fed so far, of the known tokens [n] int64: n - 1 tokens, or those
-        behind the last one that was left out, and the hidden states beside them."""
+        """Returns what the head was fed so far, of the known tokens [n] int64: n - 1 tokens, or
+        those behind the last one that was left out, and the hidden states beside them."""
         fed = self._fed[self._table.req_to_token[row, : len(known) - 1].long().cpu()]
         left_out = (fed == LEFT_OUT).nonzero()[:, 0].tolist()
         first = left_out[-1] + 1 if left_out else 0

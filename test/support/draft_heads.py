@@ -105,7 +105,7 @@ def block_shapes(sizes: Sizes, num_layers: int = 5, num_taps: int = 3) -> Shapes
 
 
 def block_config(sizes: Sizes = SMALL) -> dict[str, Any]:
-    """That of z-lab, without `dflash_config`."""
+    """Returns the configuration of a head of z-lab, without `dflash_config`."""
     shape = {**_config(sizes), "architectures": [DFLASH], "model_type": "qwen3"}
     return {**shape, "head_dim": sizes.head_dim, "block_size": BLOCK_SIZE, "rope_theta": 1000000.0}
 

@@ -38,7 +38,8 @@ def write_folders(folder: Path) -> Path:
 
 
 def first_step(runner: ModelRunner, rows: list[int], seed: int = 0) -> ForwardBatch:
-    """Of requests with some random KV of their own, the same for each runner."""
+    """Makes the first draft step of requests with some random KV of their own, the same for each
+    runner."""
     generator, kv = torch.Generator().manual_seed(seed), runner.kv_pool.kv[0]
     kv.copy_(torch.randn(kv.shape, generator=generator))
     device, table = kv.device, runner.req_to_token_pool.req_to_token
@@ -58,7 +59,7 @@ def first_step(runner: ModelRunner, rows: list[int], seed: int = 0) -> ForwardBa
 
 
 def copied(trees: DraftedTrees) -> DraftedTrees:
-    """What the next pass does not overwrite."""
+    """Copies drafted trees, so that the next pass does not overwrite them."""
     return DraftedTrees(*(values.clone() for values in trees))
 
 

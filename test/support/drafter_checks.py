@@ -39,7 +39,7 @@ TOLERANCE = 1e-4  # of log-probabilities and hidden states: other batches, other
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for.
+    """Describes what a client asks for.
 
     Attributes:
         params: sampling parameters.
@@ -90,7 +90,7 @@ def asking_requests(vocab_size: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of requests.
+    """Holds what became of requests.
 
     Attributes:
         outcomes: in the order of the requests.
@@ -224,7 +224,7 @@ def are_close(row: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def are_same_scores(left: list[PositionLogprobs], right: list[PositionLogprobs]) -> bool:
-    """Whether log-probabilities are of the same tokens, and close."""
+    """Tells whether log-probabilities are of the same tokens, and close."""
     if [entry.token_id for entry in left] != [entry.token_id for entry in right]:
         return False
     return all(

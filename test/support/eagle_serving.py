@@ -42,7 +42,7 @@ def tree_setup(shape: TreeShape, page_size: int = 1, **changes: Any) -> Setup:
 def executions_for(
     target: Path, drafter: DrafterConfig | None, setup: Setup
 ) -> tuple[ExecutionConfig, ...]:
-    """Of the target and of the drafter's models."""
+    """Returns the configurations of the target and of the drafter's models."""
     needs = drafter_needs(drafter)
     assert needs.max_slots <= setup.max_decode_rows
     execution = make_execution(

@@ -31,7 +31,7 @@ def next_token(prefix: list[int]) -> int:
 
 
 def oracle(prompt: list[int], num_tokens: int) -> list[int]:
-    """What every worker here must generate, however it is scheduled."""
+    """Returns the tokens that every worker here must generate, however it is scheduled."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))

@@ -191,7 +191,7 @@ class Rounds:
         assert (found - right).norm() <= self.tolerance * right.norm()
 
     def _compare_kv(self, slots: torch.Tensor) -> None:
-        """Of these slots, and that no other was written to but the dummy."""
+        """Compares the KV of these slots, and checks that no other was written to but the dummy."""
         mine, his = self.graphs.kv_pool.kv[0], self.eager.kv_pool.kv[0]
         self._compare(mine[slots], his[slots])
         is_used = [(kv != 0).flatten(1).any(1) for kv in (mine, his)]

@@ -122,7 +122,7 @@ def gated_case(num_rows: int, size: int, in_features: int, has_bias: bool = Fals
 def experts_case(
     num_rows: int, num_experts: int, num_chosen: int, normalizes: bool, size: int = 64
 ) -> Case:
-    """Of large scores; the last expert is never chosen."""
+    """Makes a case of experts with large scores; the last expert is never chosen."""
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         x = _values(generator, device, dtype, num_rows, 64)

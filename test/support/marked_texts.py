@@ -1,4 +1,4 @@
-"""Which texts a grammar takes, for a tokenizer with marks as models for chats have them."""
+"""Tells which texts a grammar takes, for a tokenizer with marks as models for chats have them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compiled(grammar: Grammar) -> Matcher:
 
 
 def takes(grammar: Grammar, text: str) -> bool:
-    """Whether a text is a whole output."""
+    """Tells whether a text is a whole output."""
     matcher = compiled(grammar).copy()
     for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
         if not is_set(matcher.masks(), token):

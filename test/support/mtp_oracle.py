@@ -42,8 +42,8 @@ def load_reference(path: Path) -> Any:
 def greedy_over_kv_of(
     old: Any, new: Any, known: list[int], num_new: int, mask: int | None = None
 ) -> list[int]:
-    """What the model `new` says behind `known`, of which `old` has read all but the last token: so
-    it is after weights changed in place. `mask` is never said."""
+    """Returns what the model `new` says behind `known`, of which `old` has read all but the last
+    token: so it is after weights changed in place. `mask` is never said."""
     cache = old(torch.tensor([known[:-1]]), use_cache=True).past_key_values
     tokens: list[int] = []
     token = known[-1]

@@ -33,7 +33,7 @@ SHAPES = ("chain", "branches", "star", "random", "decoys", "single")
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """How the toy drafts.
+    """Says how the toy drafts.
 
     Attributes:
         max_drafts: drafts of a request in a step at most.
@@ -199,7 +199,8 @@ class NgramDrafter(Planner, Drafter):
         exists: torch.Tensor,
         proposes: torch.Tensor,
     ) -> None:
-        """Of shapes that the host draws; every third time the device leaves nodes out."""
+        """Proposes trees of shapes that the host draws; every third time the device leaves nodes
+        out."""
         width = self._options.max_drafts
         shapes = [draw_shape(self._random, self._options) for _ in range(len(rows))]
         lacking = [[0] * (width - len(shape.parents)) for shape in shapes]

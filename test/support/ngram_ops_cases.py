@@ -46,8 +46,8 @@ def small_blocks(ops: str, capacity: int) -> dict[str, int]:
 
 @dataclass
 class Slots:
-    """What `NgramMemory` should hold, as a list: the last `capacity` slots, each a token and its
-    namespace; None ends a text."""
+    """Holds what `NgramMemory` should hold, as a list: the last `capacity` slots, each a token and
+    its namespace; None ends a text."""
 
     capacity: int
     slots: list[tuple[int, tuple[str, ...]] | None] = field(default_factory=list)
@@ -204,7 +204,8 @@ class Texts:
                 self.state.num_tokens[row] = len(tokens)
 
     def difference(self) -> str:
-        """What the search finds for the requests, and what it should find."""
+        """Compares what the search finds for some requests with what it should find; empty if they
+        are equal."""
         rows = self.random.sample(list(self.running), self.random.randint(1, len(self.running)))
         device = self.state.tokens.device
         count = self.random.choice([0, 0, 1, 3])

@@ -54,14 +54,15 @@ def ngram_config(
 
 
 def learnt(harness: Drafted) -> Trials:
-    """What the drafter has counted on the device."""
+    """Returns what the drafter has counted on the device."""
     drafter = harness.drafter
     trials: Trials = (drafter._chains or drafter._trees).trials
     return trials
 
 
 class Served(Drafted):
-    """What becomes of drafts is in `seen`. `listeners` are told of each step."""
+    """Serves with n-gram drafts and counts in `seen` what becomes of them. `listeners` are told of
+    each step."""
 
     def __init__(
         self,
@@ -107,8 +108,8 @@ class Served(Drafted):
         self.run()
 
     def texts_told(self) -> dict[int, list[tuple[int, ...]]]:
-        """By the tags of namespaces: texts of requests that have ended and were not aborted, as
-        their clients know them, without prefixes that were cached. In order of size."""
+        """Returns by the tags of namespaces the texts of requests that have ended and were not
+        aborted, as their clients know them, without prefixes that were cached. In order of size."""
         found: dict[int, list[tuple[int, ...]]] = {}
         for req_id, (prompt, key) in self.prompts.items():
             told = self.outputs[req_id]
@@ -120,7 +121,7 @@ class Served(Drafted):
         return {tag: sorted(texts) for tag, texts in found.items()}
 
     def texts_kept(self) -> dict[int, list[tuple[int, ...]]]:
-        """What the memory holds, likewise."""
+        """Returns the texts that the memory holds, likewise."""
         found: dict[int, list[tuple[int, ...]]] = {}
         text: list[int] = []
         before = NO_TAG

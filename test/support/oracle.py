@@ -64,7 +64,7 @@ def _until(
 
 
 def most_near_ties(num_requests: int) -> float:
-    """How many requests may differ at near-ties."""
+    """Returns how many requests may differ at near-ties."""
     return max(FEW_NEAR_TIES, MAX_SHARE * num_requests)
 
 

@@ -33,7 +33,7 @@ TREE_PARENTS, TREE_DEPTHS, TREE_ANCESTORS = [0, 0, 1, 2], [1, 1, 2, 2], [0b1, 0b
 
 @dataclass(frozen=True)
 class OwnModelOptions:
-    """How it drafts.
+    """Says how the drafter with a model of its own drafts.
 
     Attributes:
         model: the drafter's own.
@@ -47,8 +47,8 @@ class OwnModelOptions:
 
     @property
     def keeps_drafts(self) -> bool:
-        """Whether the pool is not filled anew where confirmed drafts were, since the worker has
-        moved their KV: all nodes of a tree are fed."""
+        """Returns whether the pool is not filled anew where confirmed drafts were, since the worker
+        has moved their KV: all nodes of a tree are fed."""
         return self.has_trees and self.token_shift == 0
 
 

@@ -90,7 +90,7 @@ def case_of(
 
 
 def wrong_parts(find: FindPathRows, count: int, kind: str, device: str) -> list[str]:
-    """What differs from lists."""
+    """Names the parts of the result that differ from lists."""
     chooser, wrong = random.Random(f"{count} {kind}"), []
     for _ in range(4 if count < 10 else 2):
         kept_paths, table, right = case_of(count, kind, chooser, device)

@@ -37,7 +37,7 @@ POLL_S = 0.002
 
 
 class Target(Protocol):
-    """What the tests need of an engine."""
+    """Names what the tests need of an engine."""
 
     def pause(self, **fields: Any) -> dict[str, Any]: ...
 
@@ -222,5 +222,5 @@ def interrupt(
 def baseline(
     target: Target, kind: str, num_requests: int, num_new: int, **fields: Any
 ) -> list[dict[str, Any]]:
-    """What the requests give when nothing comes between."""
+    """Returns the answers that the requests get when nothing comes between."""
     return Requests(target, kind, num_requests, num_new, **fields).results()

@@ -57,12 +57,12 @@ class ChoiceChecks:
         return self._most_drafts if choice.max_drafts is None else choice.max_drafts
 
     def watch_model(self, checks: list[Any]) -> None:
-        """Of a drafter's model: no request that takes no drafts is fed."""
+        """Checks of a drafter's model that no request that takes no drafts is fed."""
 
         checks.append(lambda batch: self._check_rows(batch.rows))
 
     def watch_search(self, ops: Any) -> None:
-        """Of n-grams: nothing is searched for it."""
+        """Checks that n-grams are searched for no request that takes no drafts."""
         find = ops.find
 
         def watched(rows: torch.Tensor, *others: Any) -> Any:

@@ -68,8 +68,8 @@ def runners(
 
 
 def copied(taken: VerifiedStep) -> VerifiedStep:
-    """What a graph gave, for a CPU: a GPU's results are on their way to the host before the next
-    replay, and those of a CPU are not copied."""
+    """Copies what a graph gave, for a CPU: a GPU's results are on their way to the host before the
+    next replay, and those of a CPU are not copied."""
     parts = [getattr(taken.run.accepted, name) for name in AcceptedTokens.__slots__]
     accepted = AcceptedTokens(*[None if part is None else part.clone() for part in parts])
     return taken._replace(run=taken.run._replace(accepted=accepted))

@@ -71,7 +71,7 @@ class Division:
 
 
 def sorted_division(case: Division) -> tuple[list[int], list[int], list[int]]:
-    """What `DividedRows` is to hold: rows are sorted one by one."""
+    """Computes what `DividedRows` is to hold: rows are sorted one by one."""
     one = np.float32(1)
     candidates = []
     for request, (drafts, masks) in enumerate(zip(case.drafts, case.masks, strict=True)):

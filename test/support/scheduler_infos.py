@@ -1,4 +1,4 @@
-"""What a scheduler tells the front end, made up."""
+"""Makes up what a scheduler tells the front end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.messages.requests import SchedulerInfo
 
 
 def scheduler_info(**changes: Any) -> SchedulerInfo:
-    """Of a small server without look-ahead."""
+    """Returns what the scheduler of a small server without look-ahead tells."""
     values = {
         "vocab_size": 100,
         "context_len": 64,

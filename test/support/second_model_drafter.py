@@ -39,7 +39,7 @@ NAME = "second_model"
 
 @dataclass(frozen=True)
 class SecondModel:
-    """What the drafter takes: a folder of a model, and how many drafts it proposes."""
+    """Holds what the drafter takes: a folder of a model, and how many drafts it proposes."""
 
     path: Path
     num_drafts: int = 3

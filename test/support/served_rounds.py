@@ -132,7 +132,7 @@ class ServedRounds:
         self._unread = deque[HostResult]()
 
     def change_text(self, text: Text | Sequence[Text]) -> None:
-        """What comes from now on is of one of as many texts as before."""
+        """Changes the texts of what comes from now on: each is one of as many texts as before."""
         self._texts = [text] if isinstance(text, Text) else text
 
     def rate(self, num_steps: int, num_before: int) -> float:
@@ -155,10 +155,10 @@ class ServedRounds:
         self.planner.observe(result.record, result)
 
     def _step(self) -> tuple[float, HostResult | None, int]:
-        """What it took, what is read of it, and how many tokens it gave: a request has none beyond
-        its end, and is still in the step behind its last one, which was launched before, unless
-        its end was sure. Its client's next request comes when all of that has been read. Nothing is
-        read where there was nothing to launch."""
+        """Runs one step and returns what it took, what is read of it, and how many tokens it gave:
+        a request has none beyond its end, and is still in the step behind its last one, which was
+        launched before, unless its end was sure. Its client's next request comes when all of that
+        has been read. Nothing is read where there was nothing to launch."""
         self._let_in()
         rows = [row for row, steps in enumerate(self._steps_away) if not steps]
         if not rows:
@@ -235,7 +235,7 @@ class ServedRounds:
         )
 
     def _true_ms(self, plan: StepPlan, prompts: Sequence[int], num_fed: int) -> float:
-        """What was measured, of this very step, and more the wider it is."""
+        """Returns the time of this very step by what was measured, and more the wider it is."""
         num_decodes, prompt_rows = prompts.count(0), sum(prompts)
         num_reqs = max(num_decodes, 1)
         drafted = max(plan.next_drafts)

@@ -38,7 +38,7 @@ class ListedRounds:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a run took.
+    """Holds the costs of a run.
 
     Attributes:
         ms_per_token: of each request.
@@ -104,7 +104,8 @@ class Decoding:
 
 
 def right_drafts(luck: random.Random, num_drafts: int, chance: float) -> int:
-    """How many of a chain are right, if each is with this chance, given those before it."""
+    """Draws how many drafts of a chain are right, if each is with this chance, given those before
+    it."""
     right = 0
     while right < num_drafts and luck.random() < chance:
         right += 1
@@ -112,6 +113,6 @@ def right_drafts(luck: random.Random, num_drafts: int, chance: float) -> int:
 
 
 def best_ms_per_token(costs_ms: Sequence[float], chance: float) -> float:
-    """Of the best number of drafts, always."""
+    """Returns the time of a token if steps always have the best number of drafts."""
     tokens = [sum(chance**place for place in range(1 + tier)) for tier in range(len(costs_ms))]
     return min(cost / each for cost, each in zip(costs_ms, tokens, strict=True))

@@ -1,4 +1,4 @@
-"""What the flags `--speculative-...` make of a server, or why they are refused."""
+"""Resolves the flags `--speculative-...` of a server, or says why they are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=1 << 33, dev
 
 
 def resolved(target: Path, environ: Environ | None = None, **flags: Any) -> RuntimeConfig:
-    """Of a server over this model; flags are named without `speculative_`."""
+    """Resolves the flags of a server over this model; flags are named without `speculative_`."""
     args, model = _args(target, **flags), load_model_config(str(target))
     return resolve(args, PLATFORM, model, environ or Environ())
 

@@ -207,9 +207,9 @@ def written_elsewhere(
 def wrong_sequences(
     before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], step: Step, has_trees: bool
 ) -> list[str]:
-    """What is wrong in the token table: where a step emits, the known end is that of the pending
-    tokens, and they alone were written, and of trees the confirmed path; where it emits nothing,
-    there is no change."""
+    """Tells what is wrong in the token table: where a step emits, the known end is that of the
+    pending tokens, and they alone were written, and of trees the confirmed path; where it emits
+    nothing, there is no change."""
     found = []
     for row, emits in zip(step.rows, step.emits, strict=True):
         first, end = int(after["committed"][row]), int(after["num_tokens"][row])
@@ -437,7 +437,7 @@ def fill_case(
 def wrong_hidden(
     key: GraphKey, count: int, num_reads: int | None, filled: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Which inputs of graphs with hidden states are not what a loop over rows gives."""
+    """Names the inputs of graphs with hidden states that are not what a loop over rows gives."""
     width = key.hidden_width
     right = torch.zeros(key.num_tokens, width)
     places = filled.get("index", torch.arange(count)).tolist()
@@ -466,7 +466,8 @@ def same(mine: torch.Tensor, his: torch.Tensor) -> bool:
 def wrong_trees(
     key: GraphKey, fed: list[int], filled: dict[str, torch.Tensor], trees: int
 ) -> list[str]:
-    """Which inputs of packed graphs and of trees are not what a loop over requests gives."""
+    """Names the inputs of packed graphs and of trees that are not what a loop over requests
+    gives."""
     untouched, size = [-7] * 5, key.num_reqs
     starts, tree_starts, ancestors = [-7] * (size + 5), [-7] * (size + 5), [-7] * key.num_tokens
     if key.is_packed:

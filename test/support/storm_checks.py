@@ -1,4 +1,4 @@
-"""What one request of the storm was given, against what it must get."""
+"""Checks what one request of the storm was given against what it must get."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _check_tokens(expectation: Expectation, rows: Rows, outcome: Collected) -> C
 
 
 def expected_clip(outcome: Collected) -> bool:
-    """Whether the last step's tokens may have been cut: the request ended by itself."""
+    """Tells whether the last step's tokens may have been cut: the request ended by itself."""
     return outcome.finish_reason is not None and outcome.finish_reason.type != "abort"
 
 
@@ -163,7 +163,7 @@ def _check_position(
 
 
 def _was_cut_short(outcome: Collected) -> bool:
-    """Whether a request may have ended while it was read again after a retraction."""
+    """Tells whether a request may have ended while it was read again after a retraction."""
     reason = outcome.finish_reason
     return outcome.num_retractions > 0 and reason is not None and reason.type == "abort"
 

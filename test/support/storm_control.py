@@ -38,7 +38,7 @@ WEIGHT_CALLS = (UpdateWeightsReq, WeightSessionReq, UpdateWeightVersionReq)
 
 @dataclass
 class WeightHistory:
-    """What must serve, by the calls that have been answered with success.
+    """Tells which weights must serve, by the calls that have been answered with success.
 
     Attributes:
         model: the oracle's model of the weights that serve.
@@ -164,7 +164,7 @@ class ControlMaker:
         return [makers[kind]()] if kind in makers else []
 
     def last_calls(self) -> list[Call]:
-        """What lets everything that waits go on."""
+        """Returns the calls that let everything that waits go on."""
         return [
             Call(MemoryOccupationReq(call_id=next(self._call_ids), action="resume")),
             self._continue(),
@@ -174,8 +174,8 @@ class ControlMaker:
         return Call(FlushCacheReqInput(call_id=next(self._call_ids), timeout_s=0.0))
 
     def _abort(self, live: dict[int, str]) -> Call:
-        """By number, as a client that hangs up; by rid; by a beginning of rids, which the front end
-        turns into numbers."""
+        """Aborts by number, as a client that hangs up; by rid; or by a beginning of rids, which the
+        front end turns into numbers."""
         req_id = self._random.choice(list(live))
         how = self._random.choice(["number", "rid", "prefix"])
         if how == "rid":

@@ -36,7 +36,7 @@ class CountedSession:
         return self._delay < 0
 
     def be_late(self) -> bool:
-        """Whether the masks of a new question are late."""
+        """Tells whether the masks of a new question are late."""
         number = sum(self.tokens) + 3 * len(self.tokens)
         self._delay = number % 7 if number % 3 == 0 else 0
         return self._delay > 0

@@ -1,4 +1,4 @@
-"""What a request of the storm must give, from its definition alone: no cache, no batch, no steps.
+"""Tells what a request of the storm must give, by its definition alone: no cache, batch or steps.
 
 The model is computed densely in a few lines of its own. A token is right if it is what the
 parameters choose behind the tokens before it, so an output whose every token is right is that of
@@ -33,7 +33,8 @@ def text_of(tokens: list[int]) -> str:
 
 
 def text_behind(prompt: list[int], tokens: list[int]) -> str:
-    """What tokens add to the text of a prompt: a character that begins there comes whole."""
+    """Returns what tokens add to the text of a prompt: a character that begins there comes
+    whole."""
     before, whole = text_of(prompt), text_of([*prompt, *tokens])
     kept = before if whole.startswith(before) else before.removesuffix("\ufffd")
     return whole[len(kept) :]
@@ -138,7 +139,7 @@ class Stretch:
 
 @dataclass
 class Rows:
-    """What chooses the tokens of an output, row by row.
+    """Holds what chooses the tokens of an output, row by row.
 
     Attributes:
         logits: [n, V]; of token i, adjusted as its request asks.
@@ -156,7 +157,7 @@ class Rows:
 
 
 class Expectation:
-    """What one request must give behind the tokens that it gave.
+    """Tells what one request must give behind the tokens that it gave.
 
     Args:
         request: as it was sent, with its seed.
@@ -322,7 +323,8 @@ class Expectation:
         return tokens.tolist()
 
     def is_near_tie(self, logits: torch.Tensor, place: int, token: int, other: int) -> bool:
-        """Whether rounding may choose `token` at a place of the output where [V] says `other`."""
+        """Tells whether rounding may choose `token` at a place of the output where [V] says
+        `other`."""
         if self.params.is_greedy:
             return float(logits[other] - logits[token]) <= NEAR_TIE
         # A draw compares products of probabilities and noise, and probabilities with bounds.
@@ -374,7 +376,7 @@ def _stop_texts(params: SamplingParams, prompt: list[int], tokens: list[int]) ->
 def stop_matches(
     reason: FinishReason, params: SamplingParams, prompt: list[int], tokens: list[int]
 ) -> bool:
-    """Whether what a request says it stopped at is there."""
+    """Tells whether what a request says it stopped at is there."""
     if isinstance(reason.matched, int):
         return reason.matched == tokens[-1]
     return reason.matched in _stop_texts(params, prompt, tokens)

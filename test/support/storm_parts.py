@@ -1,5 +1,5 @@
-"""What a round of the storm puts around the scheduler: tiny models, a device whose pace is drawn,
-and a thread that works when it is told to."""
+"""Makes what a round of the storm puts around the scheduler: tiny models, a device whose pace is
+drawn, and a thread that works when it is told to."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NUM_FAMILIES = 2
 
 
 def unstreamed(params: SamplingParams) -> SamplingParams:
-    """What the front end sends for a request that does not stream."""
+    """Returns the parameters that the front end sends for a request that does not stream."""
     return msgspec.structs.replace(params, stream_interval=UNSTREAMED_INTERVAL)
 
 

@@ -64,7 +64,8 @@ TOKENIZER = Tokenizer(
 
 
 class Parts(NamedTuple):
-    """What a round serves with; `max_k` is the most tokens that a request may predict by masks."""
+    """Holds what a round serves with; `max_k` is the most tokens that a request may predict by
+    masks."""
 
     max_k: int
     setup: Setup
@@ -73,7 +74,7 @@ class Parts(NamedTuple):
 
 
 def has_head(seed: int) -> bool:
-    """Whether the round of a seed has a draft head."""
+    """Tells whether the round of a seed has a draft head."""
     return random.Random(f"head {seed}").random() < HEAD_SHARE
 
 

@@ -234,7 +234,7 @@ def runners_of(
 
 
 class AtWork(NamedTuple):
-    """What steps models.
+    """Holds what runs the steps of models.
 
     Attributes:
         first: the worker of the first rank, or of all.

@@ -42,7 +42,7 @@ def expected(
     thresholds: AcceptThresholds,
     logits_behind: LogitsBehind,
 ) -> list[int] | None:
-    """What the step is to emit; None where rounding may decide.
+    """Returns the tokens that the step is to emit; None where rounding may decide.
 
     Args:
         params: sampling parameters, with a seed.

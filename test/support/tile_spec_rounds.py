@@ -24,7 +24,7 @@ MAX_STEPS = 7
 
 
 def prices_of(sizes: Sequence[int], costs_ms: Sequence[float]) -> PriceTable:
-    """Of steps by rows; logits and KV cost nothing."""
+    """Makes prices of steps by rows; logits and KV cost nothing."""
     curve = Curve(tuple(sizes), tuple(costs_ms))
     return PriceTable(no_graphs, {}, curve, Curve((1, 1 << 20), (0.0, 0.0)))
 
@@ -63,7 +63,8 @@ class RandomBudgets:
         return self._random.choice([0, most, *(self._random.randint(0, most) for _ in range(4))])
 
     def scramble(self, step: ComputedStep) -> None:
-        """What the device divides rows by has nothing to do with the drafts; often it is 0 or 1."""
+        """Fills what the device divides rows by with values that have nothing to do with the
+        drafts; often they are 0 or 1."""
         confidence = step.state.confidence
         assert confidence is not None
         generator = self._generators.setdefault(

@@ -50,7 +50,7 @@ class _Trees:
 
 @dataclass(frozen=True)
 class _Drafts:
-    """What a step proposed to a request.
+    """Holds what a step proposed to a request.
 
     Attributes:
         num_known: tokens of the request then, without drafts.

@@ -36,7 +36,7 @@ CASES = {
 
 
 def first_step(count: int, width: int, generator: torch.Generator, device: str) -> ForwardBatch:
-    """Of requests at different places, of which some are padding."""
+    """Makes the first step of requests at different places, of which some are padding."""
 
     def drawn(most: int) -> torch.Tensor:
         return torch.randint(1, most, (count,), generator=generator).to(device)
@@ -76,7 +76,7 @@ def children(
 def arguments_of(
     shape: TreeShape, count: int, device: str, width: int = 40, seed: int = 0
 ) -> tuple[TreeShape, torch.Tensor, torch.Tensor | None, ForwardBatch]:
-    """Of a `TreeSearch`; one request's head has the target's ids."""
+    """Makes the arguments of a `TreeSearch`; one request's head has the target's ids."""
     generator = torch.Generator().manual_seed(seed)
     first = first_step(count, width, generator, device)
     table = torch.randint(1, 9999, (NUM_ROWS, WIDTH), generator=generator, dtype=torch.int32)
@@ -87,7 +87,7 @@ def arguments_of(
 def wrong_parts(
     search: Callable[..., TreeSearch], shape: TreeShape, count: int, kind: str, device: str
 ) -> list[str]:
-    """What differs from trees that torch finds of the same children."""
+    """Names the parts that differ from trees that torch finds of the same children."""
     generator = torch.Generator().manual_seed(count + 10 * shape.num_found)
     width = 1500 if count == 2 else 40
     arguments = arguments_of(shape, count, device, width, seed=count)

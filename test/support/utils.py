@@ -135,7 +135,7 @@ class FakeInbox:
 
 @dataclass
 class Collected:
-    """What a client has been told of one request.
+    """Holds what a client has been told of one request.
 
     Attributes:
         num_ends: last outputs; must become exactly 1.
@@ -390,8 +390,8 @@ def make_execution(
     max_graph_width: int | None = None,
     **changes: Any,
 ) -> ExecutionConfig:
-    """What a runner over the model at `path` needs to know, on the target of this run unless it is
-    told otherwise; `changes` are fields of `ExecutionConfig`."""
+    """Returns what a runner over the model at `path` needs to know, on the target of this run
+    unless it is told otherwise; `changes` are fields of `ExecutionConfig`."""
     device = device or TARGET.device
     if max_graph_width is None:
         max_graph_width = TARGET.graph_width(max_decode_rows)

@@ -32,7 +32,7 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True)
 class SeenStep:
-    """What a step gave.
+    """Holds the results of a step.
 
     Attributes:
         q_lens: rows that each request fed.
