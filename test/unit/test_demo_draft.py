@@ -48,8 +48,8 @@ def test_card_holds_the_figures_of_the_results_file() -> None:
 
 
 def test_drafts_are_often_right_and_change_no_token() -> None:
-    """Of held-out code; at a near-tie of two logits a batch of other rows may decide otherwise, so
-    nine of ten outputs must be the same."""
+    """Drafts for held-out code; at a near-tie of two logits a batch of other rows may decide
+    otherwise, so nine of ten outputs must be the same."""
     encode = load_tokenizer(DEMO).encode
     texts = code_snippets(MODULES, 16, [NUM_PROMPT_TOKENS * 6])
     prompts = [encode(text)[:NUM_PROMPT_TOKENS] for text in texts]

@@ -143,6 +143,6 @@ def test_a_missing_entry_means_what_transformers_takes(
     ],
 )
 def test_a_null_entry_is_no_missing_one(tmp_path: Path, family: str, name: str) -> None:
-    """Of those that transformers lets be null."""
+    """Checks the entries that transformers lets be null."""
     write_config(tmp_path, family, without=[], **{name: None})
     assert facts_here(tmp_path) == facts_of_transformers(tmp_path)

@@ -1,5 +1,5 @@
-"""What a model directory says of its model, in the spellings of old and new checkpoints; and what
-is said when it is broken."""
+"""Tests what a model directory says of its model, in the spellings of old and new checkpoints; and
+what is said when it is broken."""
 
 from __future__ import annotations
 

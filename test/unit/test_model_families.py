@@ -138,7 +138,7 @@ def test_the_text_model_of_several_models_is_judged() -> None:
 def test_kv_is_counted_by_the_tensors_of_a_family_without_a_file_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str, sizes: dict[str, Any]
 ) -> None:
-    """Of Phi-3 queries, keys and values are one tensor."""
+    """Checks that KV is counted right for Phi-3, where queries, keys and values are one tensor."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,7 +155,7 @@ def test_kv_is_counted_by_the_tensors_of_a_family_without_a_file_of_its_own(
 def test_code_that_does_not_run_here_is_a_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of GPT-J only the code says that it cannot be served."""
+    """Checks GPT-J, of which only the code says that it cannot be served."""
     folder = write_model(tmp_path, entries_of("gptj", **SIZES), {})
     load_model_config(folder)
     assert check_model.main([folder]) == 1

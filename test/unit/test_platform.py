@@ -1,4 +1,4 @@
-"""What the machine says of itself."""
+"""Tests what the machine says of itself."""
 
 from __future__ import annotations
 

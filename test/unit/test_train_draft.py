@@ -132,7 +132,8 @@ def test_training_teaches_a_draft_model_to_say_what_its_target_says(target: Llam
 
 
 def test_a_folder_is_a_model_that_the_runtime_drafts_with(tmp_path: Path) -> None:
-    """Of the demo model: the same tokens, and no mask token, which it was not trained for."""
+    """Checks a folder for the demo model: it has the same tokens, and no mask token, which it was
+    not trained for."""
     demo = load_model_config(str(DEMO))
     shape = LlamaShape.from_config(json.loads((DEMO / "config.json").read_text()))
     model = Llama(draft_shape(shape))
@@ -152,7 +153,7 @@ def test_a_folder_is_a_model_that_the_runtime_drafts_with(tmp_path: Path) -> Non
 
 
 def few_files(seed: int, max_bytes: int | None) -> Corpus:
-    """Of the standard library."""
+    """Makes a corpus of a few files of the standard library."""
 
     def read(*modules: ModuleType) -> list[SourceFile]:
         return [

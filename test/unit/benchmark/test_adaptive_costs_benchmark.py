@@ -1,4 +1,5 @@
-"""What adaptive steps cost: the arithmetic of the benchmark, on a small model on a CPU."""
+"""Tests how costs of adaptive steps are measured: the benchmark's arithmetic, on a small model on a
+CPU."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_a_client_alone_goes_through_all_prompts_once() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 3])
 def test_laps_before_those_that_count_are_as_many_as_asked_for(num_clients: int) -> None:
-    """Of requests that take 52 turns each: edges are heard where the laps that count begin and
+    """Sends requests that take 52 turns each: edges are heard where the laps that count begin and
     end."""
 
     async def run() -> tuple[LoadResult, list[int]]:

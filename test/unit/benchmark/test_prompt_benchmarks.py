@@ -203,7 +203,7 @@ def whole_answer() -> bytes:
 
 
 def answers_of(respond: Callable[[bytes], list[bytes]], num_requests: int) -> list[StreamedAnswer]:
-    """What a client gets from a server that writes these pieces, on one connection."""
+    """Returns what a client gets from a server that writes these pieces, on one connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(num_requests):

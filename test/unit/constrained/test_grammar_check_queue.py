@@ -1,4 +1,4 @@
-"""How many grammars wait for a check, and how long; the processes are fakes."""
+"""Tests how many grammars wait for a check, and how long; the processes are fakes."""
 
 from __future__ import annotations
 

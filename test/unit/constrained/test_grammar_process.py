@@ -289,7 +289,8 @@ def test_quick_masks_do_not_wait_for_a_slow_one() -> None:
 
 
 def test_a_panic_of_the_library_is_told_from_an_error(compiler: GrammarCompiler) -> None:
-    """What it has left behind is another process's business no more."""
+    """Checks that masks tell of a panic, so that the process, with what the panic left behind, can
+    be ended."""
     matcher = compiler.compile(GOOD)
     broken = mock.Mock(is_error=lambda: True, get_error=lambda: "panic: a lock <backtrace> lines")
     matcher._matcher = broken

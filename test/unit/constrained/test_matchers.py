@@ -1,4 +1,4 @@
-"""What a grammar lets a request say, by walks over its masks."""
+"""Tests what a grammar lets a request say, by walks over its masks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ FEWER = DEMO_VOCAB_SIZE - 1001  # no multiple of the 32 tokens of a mask's words
 
 @pytest.fixture(scope="module")
 def fewer() -> GrammarCompiler:
-    """Of a model that lacks the last tokens of its tokenizer."""
+    """Makes a compiler for a model that lacks the last tokens of its tokenizer."""
     return GrammarCompiler(TEXT, FEWER, [DEMO_EOS])
 
 

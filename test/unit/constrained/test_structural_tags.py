@@ -1,4 +1,4 @@
-"""Which texts a structural tag takes: by every text of some pieces, and by random walks."""
+"""Tests which texts a structural tag takes: by every text of some pieces, and by random walks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NUMBER, WORD = {"type": "integer", "minimum": 0}, {"enum": ["a", "</f>"]}
 
 
 def is_tagged(text: str, structures: list[Structure], triggers: list[str]) -> bool:
-    """By definition: up to the first trigger all is free; there one structure stands, and behind it
-    the rest is likewise."""
+    """Tells by definition whether a tag takes a text: up to the first trigger all is free; there
+    one structure stands, and behind it the rest is likewise."""
     starts = [text.find(trigger) for trigger in triggers if trigger in text]
     if not starts:
         return True

@@ -1,4 +1,4 @@
-"""What a running server says of itself must cost it nothing."""
+"""Tests that what a running server says of itself costs it nothing."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_slot_that_is_lost_is_found_as_soon_as_the_scheduler_is_idle() -> None
 
 
 def row(is_decode: bool) -> LaunchedRow:
-    """Of a running request, whose prompt ends or which decodes."""
+    """Makes the row of a running request, whose prompt ends or which decodes."""
     [req] = running_harness().scheduler.lifecycle.running
     return LaunchedRow(req, BatchRequest(0, num_prompt_tokens=0 if is_decode else 1), max_kept=1)
 

@@ -106,7 +106,7 @@ class Ranked(Drafted):
 
 @functools.cache
 def right_tokens(target: Path) -> list[list[int]]:
-    """Of two ranks without a drafter, one request after the other."""
+    """Returns the tokens of two ranks without a drafter, one request after the other."""
     setup = setup_for(0, use_radix_cache=False, enable_overlap=False)
     plain = Ranked(target, None, setup)
     return [plain.generate([prompt], **params_of(i))[0] for i, prompt in enumerate(prompts())]
@@ -166,8 +166,8 @@ def setup_of(drafter: DrafterConfig, **changes: Any) -> Setup:
 def test_tokens_are_those_without_a_drafter(
     paths: Paths, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """Exactly, whatever shares a step; the ledger is exact and each rank's KV canary silent. With
-    `chooses` requests want other numbers of drafts."""
+    """Checks that tokens are exactly those, whatever shares a step; the ledger is exact and each
+    rank's KV canary silent. With `chooses` requests want other numbers of drafts."""
     changes, seed = dict(case), CASES.index(case)
     name, chooses, disturb = (changes.pop(key) for key in ("drafter", "chooses", "disturb"))
     drafter, right = DRAFTERS[name](paths, tmp_path), right_tokens(paths["target"])

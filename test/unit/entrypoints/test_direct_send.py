@@ -43,7 +43,7 @@ class Wrapper:
 
 
 def answer_of(fails: bool, is_direct: bool) -> tuple[list[Message], list[str]]:
-    """What a web server gets of a stream, and what the middleware saw of it."""
+    """Returns what a web server gets of a stream, and what the middleware saw of it."""
     seen: list[str] = []
     app = FastAPI()
     app.add_middleware(Wrapper, seen=seen)
@@ -121,7 +121,8 @@ def test_request_that_the_web_server_cancels_is_answered_unless_it_has_been(
 def test_a_stream_of_chunks_that_take_long_to_write_leaves_the_thread_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock of the test's own, on which writing alone takes time: most of it is others'."""
+    """Runs on a clock of the test's own, on which writing alone takes time: most of it is
+    others'."""
     now_s, written_s, paused_s = 0.0, 0.0, 0.0
     encode, sleep = http_io._encode, asyncio.sleep
 

@@ -95,7 +95,8 @@ def test_a_header_that_decides_is_answered_400_if_it_comes_twice(locked: Server,
 
 
 def test_clients_change_the_server_by_get_and_by_forms_as_before(model_path: Path) -> None:
-    """What curl -d, python-requests and trainers send, by a name that the server cannot know."""
+    """Sends what curl -d, python-requests and trainers do, by a name that the server cannot
+    know."""
     server = make_server(model_path)
     base = "http://my-pod.ns.svc:30000"
     assert server.request("GET", f"{base}/release_memory_occupation").status_code == 200

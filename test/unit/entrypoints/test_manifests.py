@@ -15,7 +15,7 @@ SERVER, ROUTER = "sglang-server", "sglang-router"
 
 @pytest.fixture(scope="module")
 def parts() -> dict[tuple[str, str], Any]:
-    """By kind and name."""
+    """Returns the parts of the manifest by kind and name."""
     text = (ROOT / "examples/kubernetes/servers.yaml").read_text(encoding="utf-8")
     found = [*yaml.safe_load_all(text)]
     return {(part["kind"], part["metadata"]["name"]): part for part in found}

@@ -148,7 +148,7 @@ def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Folders:
-    """Of a model whose weights are there."""
+    """Stands for the folders of a model whose weights are there."""
 
     def with_weights(self) -> None:
         """Fetches nothing."""

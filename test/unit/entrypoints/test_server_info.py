@@ -1,4 +1,4 @@
-"""What the start-up summary and `/server_info` say."""
+"""Tests what the start-up summary and `/server_info` say."""
 
 from __future__ import annotations
 

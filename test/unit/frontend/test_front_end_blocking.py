@@ -1,4 +1,4 @@
-"""What takes long of one request keeps the event loop from no other."""
+"""Tests that long work for one request does not keep the event loop from other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wakes a call: no news is lost, and what has been told is not told again."""
+"""Tests what wakes a call: no news is lost, and what has been told is not told again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(scenario: Callable[[GenerateCall], Awaitable[None]]) -> None:
 
 
 async def is_told(call: GenerateCall) -> bool:
-    """Whether a wait for news ends without any more."""
+    """Tells whether a wait for news ends without any more."""
     waiting = asyncio.create_task(call.wait_for_news())
     await asyncio.sleep(0.01)
     waiting.cancel()

@@ -348,7 +348,8 @@ def resident_mib() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says how much it is")
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """What a thread frees around a block that lives on, the C library keeps."""
+    """Frees memory in a thread around blocks that live on: by itself the C library keeps such
+    memory."""
     kept: list[bytes] = []
 
     def fill() -> None:

@@ -1,4 +1,5 @@
-"""What a request may say of its drafts: what is accepted, what it means, and every refusal."""
+"""Tests what a request may say of its drafts: what is accepted, what it means, and every
+refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the FlashInfer backend plans, on a CPU: its host functions, and its calls of a fake
+"""Tests what the FlashInfer backend plans, on a CPU: its host functions, and its calls of a fake
 package."""
 
 from __future__ import annotations

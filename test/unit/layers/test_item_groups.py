@@ -1,4 +1,4 @@
-"""How the host cuts a step into work items of attention."""
+"""Tests how the host cuts a step into work items of attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ ALL = {
 
 
 def rows_of(items: list[int]) -> dict[int, list[tuple[int, int, int]]]:
-    """By request: (row of the step, row of the request, rows from there to the request's end)."""
+    """Returns the rows by request: (row of the step, row of the request, rows from there to the
+    request's end)."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     for index in range(0, len(items), ITEM_SIZE):
         request, first, packed, to_end = items[index : index + ITEM_SIZE]

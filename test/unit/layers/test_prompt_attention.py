@@ -1,5 +1,5 @@
-"""Which requests of a step are gathered and how their rows are cut: every row once, room for all,
-the longest work first. The kernels run on a GPU (test/gpu/test_attention_kernels.py)."""
+"""Tests which requests of a step are gathered and how their rows are cut: every row once, room for
+all, the longest work first. The kernels run on a GPU (test/gpu/test_attention_kernels.py)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class SmallPool:
 
 
 def rows_and_places(planned: Any) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """What the kernels would find: items that have rows, places that have a request."""
+    """Returns what the kernels would find: items that have rows, places that have a request."""
     items = {tuple(item) for item in planned.items.tolist() if item[2] > 0}
     return items, {tuple(place) for place in planned.places.tolist() if place[0] != NO_REQUEST}
 

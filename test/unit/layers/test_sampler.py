@@ -298,7 +298,7 @@ def chi_square_bound(degrees: int) -> float:
 
 
 def draws(logits: torch.Tensor, parameters: SamplingRows) -> np.ndarray:
-    """How often each token is drawn."""
+    """Counts how often each token is drawn."""
     count = len(parameters.positions)
     tokens = sample(logits.expand(count, -1).contiguous(), parameters)
     return torch.bincount(tokens, minlength=logits.numel()).numpy()
@@ -390,7 +390,8 @@ def test_a_banned_token_is_never_drawn_and_has_no_share() -> None:
 def test_logprobs_are_those_of_the_distribution_before_the_filters(
     picks: list[int] | None, dtype: torch.dtype
 ) -> None:
-    """Of the token drawn, of the best and of chosen ones, with each row's own temperature."""
+    """Checks log-probabilities of the token drawn, of the best and of chosen ones, with each row's
+    own temperature."""
     sampler = Sampler(torch.device("cpu"), (3,))
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(5, 40, generator=generator) * 4).to(dtype)

@@ -521,7 +521,7 @@ def test_attention_of_prompts_compiles_for_hopper_and_fits(
 
 
 def shared_bytes(capability: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of a GPU of that compute capability."""
+    """Returns the bytes of shared memory of a GPU of that compute capability."""
     pair = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pair)
     found: int = platform.shared_memory_bytes.__wrapped__(torch.device("cuda"))

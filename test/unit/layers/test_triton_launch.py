@@ -1,4 +1,5 @@
-"""Which attention kernels of a step run beside each other; the interpreter runs one at a time."""
+"""Tests which attention kernels of a step run beside each other; the interpreter runs one at a
+time."""
 
 from __future__ import annotations
 
@@ -195,7 +196,7 @@ def test_items_of_a_graph_are_copied_only_where_they_change() -> None:
 
 
 class _Launches(TorchDispatchMode):
-    """What is computed or copied."""
+    """Records the names of operations that compute or copy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""How many drafts a step should verify: the arithmetic against searches and planted curves."""
+"""Tests how many drafts a step should verify: the arithmetic against searches and planted
+curves."""
 
 from __future__ import annotations
 

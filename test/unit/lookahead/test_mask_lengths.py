@@ -306,7 +306,8 @@ def test_trials_cost_a_share_of_the_time_whatever_is_accepted_and_when_that_chan
 def test_trials_cost_no_more_where_steps_with_and_without_prompts_alternate(
     name: str, lag: int
 ) -> None:
-    """What costs nothing in a step without prompts leaves drafts that cost much beside prompts."""
+    """Alternates both kinds: what costs nothing in a step without prompts leaves drafts that cost
+    much beside prompts."""
     luck = random.Random(f"{name} {lag}")
     by_chance = [luck.choice([0, 64, 128, 512]) for _ in range(13)]
     for cycle in ([0, 128], [0, 0, 128], [0, 512], by_chance):

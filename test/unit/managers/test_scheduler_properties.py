@@ -193,7 +193,7 @@ def test_a_prefix_computed_once_is_reused_and_gives_the_same_tokens(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_finished_request_leaves_its_output_in_the_cache_up_to_the_stop(kind: str) -> None:
-    """What is cached is never more than has KV, nor past the stop."""
+    """Checks that no more is cached than has KV, and nothing past the stop."""
     harness = SchedulerHarness(Setup(), FakeWorker(kind, K, 8, seed=0))
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     output = harness.generate([prompt], max_new_tokens=20, temperature=0.0)[0]

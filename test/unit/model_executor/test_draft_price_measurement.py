@@ -1,4 +1,4 @@
-"""How prices of a head are measured, and a server that goes by them."""
+"""Tests how prices of a head are measured, and a server that goes by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which graph a step replays: one with room for it, and none that wastes more than needed."""
+"""Tests which graph a step replays: one with room for it, and none that wastes more than needed."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ def test_the_rows_of_a_packed_step_count_and_not_their_bounds(
 def test_a_larger_graph_is_replayed_where_it_is_cheaper(
     support: GraphSupport, with_trees: bool
 ) -> None:
-    """Of any prices: what a step replays has room for it, and none for the same steps with room is
-    cheaper by more than times are uncertain."""
+    """Checks with any prices that what a step replays has room for it, and that none for the same
+    steps with room is cheaper by more than times are uncertain."""
     chooser = random.Random(5)
     for max_requests in (1, 8, 64):
         keys = GraphKeys(support, max_requests, 8, 512, with_trees=with_trees)

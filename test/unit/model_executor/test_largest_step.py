@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may feed: as many as a run at the start finds memory for."""
+"""Tests how many prompt tokens a step may feed: as many as a run at the start finds memory for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model runner does before the first step."""
+"""Tests what a model runner does before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How prices of steps are measured."""
+"""Tests how prices of steps are measured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_graph_is_timed_by_a_step_that_replays_it(
 def test_no_request_of_a_timed_step_is_longer_than_its_row(
     max_requests: int, row_width: int, width: int
 ) -> None:
-    """Of rotations and the page table there is no more."""
+    """Checks lengths of requests, since rotations and the page table have no room beyond a row."""
     for key in GraphKeys(GraphSupport.RAGGED_Q, max_requests, width, 1024).all:
         q_lens = rows_of(key, row_width)
         assert len(q_lens) <= key.num_reqs

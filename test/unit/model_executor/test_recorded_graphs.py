@@ -224,8 +224,8 @@ def with_earlier_trees(runner: ModelRunner, shape: list[int], seed: int) -> Forw
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("trees", [False, True])
 def test_packed_steps_replay_the_graphs_of_look_ahead(path: Path, trees: bool) -> None:
-    """Of more bounds than a graph has rows, too; and steps whose numbers of rows the host knows
-    replay the same graphs before and after them."""
+    """Checks steps of more bounds than a graph has rows, too; steps whose numbers of rows the host
+    knows replay the same graphs before and after them."""
     capture = HiddenCapture((1,))
     graphs = make(path, "ragged", WIDTH, capture, trees)
     assert graphs.graph_keys is not None

@@ -1,4 +1,5 @@
-"""What rounds of trees cost is measured: graphs for trees, and the passes that draft them."""
+"""Tests that costs of rounds of trees are measured: graphs for trees, and the passes that draft
+them."""
 
 from __future__ import annotations
 

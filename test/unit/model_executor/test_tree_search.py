@@ -23,7 +23,8 @@ def found(request: pytest.FixtureRequest) -> dict[str, float | str]:
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_find_the_same_trees(found: dict[str, float | str], case: str) -> None:
-    """Of random children, many of them equal, in whatever order; of several requests at once."""
+    """Compares trees of random children, many of them equal, in whatever order; of several requests
+    at once."""
     assert found[case] == ""
 
 

@@ -38,7 +38,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(whole: Path) -> WeightStore:
-    """Of a running model with other weights."""
+    """Returns the weights of a running model that has others than the files."""
     config = load_model_config(str(whole))
     return WeightStore(load_model(config, "dummy", 64, torch.float32, "cpu"), config)
 

@@ -326,7 +326,8 @@ def served_by_ranks(path: Path, num_ranks: int) -> list[list[int]]:
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("name", ["Gemma 2", "Granite", "GLM-4"])
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
-    """Of GLM-4 each has the whole feed-forward part, as transformers' plan does not divide it."""
+    """Compares tokens of one and of two ranks; of GLM-4 each has the whole feed-forward part, as
+    transformers' plan does not divide it."""
     model_type, entries, _ = FAMILIES[name]
     path = make_random_model(model_type, tmp_path / "model", pad_token_id=0, **entries)
     assert served_by_ranks(path, 2) == served_by_ranks(path, 1)

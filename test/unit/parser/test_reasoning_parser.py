@@ -91,7 +91,7 @@ def test_formats(name: str, prompt: str, text: str, expected: tuple[str, str]) -
 def test_of_white_space_behind_reasoning_only_a_known_gap_is_left_out(
     text: str, content: str
 ) -> None:
-    """What a grammar holds is content as it is."""
+    """Checks that what a grammar holds is content as it is."""
     for pieces in ([text], list(text)):
         assert parse_from(Outset.OPEN, pieces, "\n\n") == ("a", content)
 

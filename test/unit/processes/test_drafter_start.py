@@ -56,7 +56,7 @@ def args_for(path: Path, **flags: Any) -> ServerArgs:
 def started(
     args: ServerArgs, drafter: DrafterConfig | None
 ) -> Iterator[tuple[Scheduler, SchedulerInfo, IpcAddresses]]:
-    """What the process makes, with BUDGET bytes for KV."""
+    """Yields what the process makes, with BUDGET bytes for KV."""
 
     def resolved(*given: Any) -> RuntimeConfig:
         config = resolve(*given)
@@ -73,7 +73,7 @@ def started(
 
 
 def tokens_of(scheduler: Scheduler, addresses: IpcAddresses, prompt: list[int]) -> list[int]:
-    """What the scheduler gives for a prompt that comes through its socket."""
+    """Returns the tokens that the scheduler gives for a prompt that comes through its socket."""
     detokenizer: Receiver[BatchTokenIDOutput] = Receiver(addresses.detokenizer, BatchTokenIDOutput)
     frontend: Sender[Any] = Sender(addresses.scheduler)
     params = SamplingParams(temperature=0.0, max_new_tokens=30)

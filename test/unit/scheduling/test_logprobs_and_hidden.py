@@ -32,7 +32,7 @@ STATES = torch.arange(4.0)[:, None, None]  # the last one is of the next request
 def test_a_row_that_is_fed_again_gives_its_state_once(
     num_hidden: int, num_kept: int, expected: torch.Tensor
 ) -> None:
-    """Of a prompt of five tokens the states of the last `num_hidden` are wanted."""
+    """Checks a prompt of five tokens, of which the states of the last `num_hidden` are wanted."""
     request: Any = None  # not looked at
     prompt = BatchRequest(0, 5, num_prompt_tokens=5)
     row = LaunchedRow(request, prompt, max_kept=5, hidden=range(5 - num_hidden, 5))

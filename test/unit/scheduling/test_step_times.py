@@ -1,4 +1,4 @@
-"""What a step took, as the host sees it, is compared with its price.
+"""Tests how the time of a step, as the host sees it, is compared with its price.
 
 A fake device computes one step after the other on a clock of its own: launching and reading take
 the host time while it does.

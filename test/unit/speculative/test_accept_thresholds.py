@@ -126,7 +126,7 @@ def sampled() -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def outcomes(harness: Served, **options: Any) -> list[Collected]:
-    """What becomes of `sampled`, which arrive in turn."""
+    """Returns what becomes of `sampled`, which arrive in turn."""
     ids = []
     for number, (prompt, params) in enumerate(sampled()):
         ids.append(harness.submit(prompt, **options, **params))

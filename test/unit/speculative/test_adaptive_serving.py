@@ -144,7 +144,7 @@ class Storm:
         assert len(self.harness.outputs.pop(number).token_ids) == 1
 
     def _print_time(self, before: int, start: float) -> None:
-        """Of the rounds behind the first `before`, which began at `start`."""
+        """Prints the time of the rounds behind the first `before`, which began at `start`."""
         now = self.harness.tiers.total()
         if now > before:
             ms = 1e3 * (time.perf_counter() - start) / (now - before)

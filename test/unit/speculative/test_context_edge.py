@@ -41,7 +41,7 @@ NUM_WAYS = 24
 
 @dataclass(frozen=True)
 class Mode:
-    """How a request decodes; k = 0 is plain greedy."""
+    """Says how a request decodes; k = 0 is plain greedy."""
 
     k: int = 0
     tau: float = STATIC

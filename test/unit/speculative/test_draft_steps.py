@@ -1,4 +1,4 @@
-"""Which requests take part in draft steps, and what their rows read and write."""
+"""Tests which requests take part in draft steps, and what their rows read and write."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NUM_ROWS = 10
 
 
 def batch_of(*requests: tuple[int, int, int, bool]) -> ScheduleBatch:
-    """Of each request: tokens with KV at most, prompt tokens fed, slots reserved, whether it emits.
-    Request i has row 2 * i."""
+    """Makes a batch of what each request has: tokens with KV at most, prompt tokens fed, slots
+    reserved, whether it emits. Request i has row 2 * i."""
     return ScheduleBatch(
         [
             BatchRequest(2 * i, reserved, num_prompt, emits, bound)

@@ -216,7 +216,7 @@ def test_acceptance_that_no_step_can_have_is_refused(paths: dict[str, Path], mea
 
 @BOTH
 def test_figures_are_of_steps_that_verified_drafts(paths: dict[str, Path], kind: str) -> None:
-    """Of each request, and of all."""
+    """Checks the figures of each request, and of all."""
     harness = Served(paths, kind, 3, setup_for(3, chunked_prefill_size=6))
     ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
     harness.run()

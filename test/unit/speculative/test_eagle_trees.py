@@ -133,7 +133,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -
 @pytest.mark.long_matrix
 @BOTH
 def test_a_tree_confirms_more_than_a_chain_as_deep(paths: dict[str, Path], kind: str) -> None:
-    """Of the same head, which is often wrong with its best token."""
+    """Compares both with the same head, which is often wrong with its best token."""
     accepted = []
     for harness in (
         Served(paths, kind, 3, setup_for(3)),
@@ -146,7 +146,7 @@ def test_a_tree_confirms_more_than_a_chain_as_deep(paths: dict[str, Path], kind:
 
 @BOTH
 def test_figures_are_of_steps_that_verified_drafts(paths: dict[str, Path], kind: str) -> None:
-    """Of each request, and of all."""
+    """Checks the figures of each request, and of all."""
     harness = served(paths, kind, WIDE, tree_setup(WIDE, chunked_prefill_size=6))
     ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
     harness.run()

@@ -1,5 +1,6 @@
-"""What a drafter is given of the target's hidden states, in each step of a served batch: taps of
-all rows that were fed and the last layer of all rows of prompts, as transformers computes them."""
+"""Tests what a drafter is given of the target's hidden states, in each step of a served batch: taps
+of all rows that were fed and the last layer of all rows of prompts, as transformers computes
+them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def runner_for(path: Path, page_size: int, concurrency: int = 8) -> ModelRunner:
 
 
 def scale_of(concurrency: int) -> int:
-    """By how much more memory there is than for the 8 requests of `BASE`."""
+    """Returns how many times the memory for the 8 requests of `BASE` there is."""
     return max(1, concurrency // BASE.max_running_requests)
 
 
@@ -89,8 +89,8 @@ def settings_of_cell(k: int, tau: float, concurrency: int) -> list[dict[str, Any
 
 
 def cell_of(page: int, memory: int, *others: int) -> tuple[int, int]:
-    """Of a combination, by the places of its values: that of tau by the parity of the five settings
-    with two values, that of k by the memory and three of them."""
+    """Finds the cell of a combination by the places of its values: that of tau by the parity of the
+    five settings with two values, that of k by the memory and three of them."""
     radix, overlap, chunk, retract = others
     parity = (page + radix + overlap + chunk + retract) % 2
     return parity, (memory + page + radix + overlap) % 3

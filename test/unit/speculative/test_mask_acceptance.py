@@ -1,5 +1,5 @@
-"""What is accepted of a step's predictions and what is left for the next step, against a plain
-loop over each request."""
+"""Tests what is accepted of a step's predictions and what is left for the next step, against a
+plain loop over each request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def num_read(self) -> int:
-        """Of the most rows that the host expects."""
+        """Returns the number of rows read, for the most rows that the host expects."""
         return (self.bound if self.emits_only_confirmed else 1) + self.num_predicted - 1
 
 

@@ -204,7 +204,7 @@ class FewRows(FixedLength):
 def test_lossless_look_ahead_may_be_cut_in_any_step(
     prompts: list[list[int]], references: dict[Job, MTPReference]
 ) -> None:
-    """Which costs steps and no token; unverified requests lose nothing."""
+    """Checks that a cut costs steps and no token; unverified requests lose nothing."""
     policy = FewRows()
     jobs = jobs_in("overlap off")
     outcomes = run_jobs(BASE, prompts, jobs, policy=policy, packs_rows=True)
@@ -239,7 +239,7 @@ def test_the_references_see_what_they_are_to_tell_apart(
 def test_k_1_and_verified_requests_give_the_greedy_tokens(
     references: dict[Job, MTPReference],
 ) -> None:
-    """Of the references; that the worker equals them is tested above."""
+    """Checks the references; that the worker equals them is tested above."""
     plain = {job.prompt: right.tokens for job, right in references.items() if not job.k}
     for job, right in references.items():
         if job.k == 1 or job.verify:

@@ -1,4 +1,4 @@
-"""What a request may ask for beside tokens: stops inside an accepted run, aborts, sampling,
+"""Tests what a request may ask for beside tokens: stops inside an accepted run, aborts, sampling,
 penalties, biases, logprobs and hidden states. Over the small model, against plain requests or the
 reference decodes."""
 

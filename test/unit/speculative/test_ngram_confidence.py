@@ -39,19 +39,19 @@ def order_of(
 
 
 def node_of(place: int, num_drafts: int) -> Node:
-    """By `OrderedNodes.order`."""
+    """Returns the node at a place, as `OrderedNodes.order` has them."""
     return place // num_drafts, place % num_drafts
 
 
 def score_of(chances: torch.Tensor, lens: Sequence[int], node: Node) -> float:
-    """Of the path to a node, by chances [2, NUM_CLASSES, D]."""
+    """Returns the score of the path to a node, by chances [2, NUM_CLASSES, D]."""
     branch, last = node
     of_branch = chances[min(branch, 1), class_of(lens[branch])]
     return float(of_branch[: last + 1].double().prod())
 
 
 def random_lens(luck: random.Random, num_branches: int) -> list[int]:
-    """Of the places found, descending; some branches have none."""
+    """Draws the lengths of the places found, descending; some branches have none."""
     found = sorted((luck.choice([1, 2, 3, 6, 12]) for _ in range(num_branches)), reverse=True)
     num_found = luck.randint(0, num_branches)
     return [*found[:num_found], *[0] * (num_branches - num_found)]
@@ -170,8 +170,8 @@ def test_equal_nodes_keep_the_order_of_branches() -> None:
 def test_what_is_learnt_is_what_paths_say(
     num_drafts: int, breadth: int, corpus_budget: int | None
 ) -> None:
-    """Of trees of any number of branches that are fed in part: a node was tried if it was fed and
-    the one before it in its branch was right. Requests without drafts and padding teach nothing."""
+    """Feeds parts of trees of any number of branches: a node was tried if it was fed and the one
+    before it in its branch was right. Requests without drafts and padding teach nothing."""
     luck, confidence = random.Random(num_drafts), confidence_for(num_drafts, corpus_budget)
     tried, right = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
     for _ in range(40):
@@ -245,7 +245,7 @@ def test_chances_become_those_of_the_text() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 4, 8, 18])
 def test_before_anything_is_known_the_first_branch_is_the_likeliest(length: int) -> None:
-    """Of the nodes at each place in their branches."""
+    """Compares the nodes at each place in their branches."""
     num_drafts, breadth = 11, 4
     found = order_of(confidence_for(num_drafts), [0], [[length] * breadth])
     order = [node_of(place, num_drafts) for place in found.order[0].tolist()]

@@ -146,7 +146,8 @@ def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
 def test_confidences_are_learnt_in_graphs(
     paths: dict[str, Path], right: list[list[int]], tmp_path: Path, breadth: int
 ) -> None:
-    """What a step piece by piece learns too, from as many drafts; padding teaches nothing."""
+    """Checks that graphs learn what a step piece by piece does, from as many drafts; padding
+    teaches nothing."""
     drafter = ngram_config(NUM_STEPS, breadth, tile_spec_cache=tmp_path)
     served = serving(paths, drafter, prices=FREE_ROWS)
     serve(served.harness, right)

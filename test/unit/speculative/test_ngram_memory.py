@@ -40,7 +40,8 @@ class Held(NamedTuple):
 
 
 def held_by(root: object, apart: object = None) -> Held:
-    """What can be reached from an object, without code and what only `apart` leads to."""
+    """Counts the bytes of what can be reached from an object, without code and what only `apart`
+    leads to."""
     seen, storages = {id(apart)}, dict[int, int]()
     num_bytes, todo = 0, [root]
     while todo:

@@ -244,7 +244,7 @@ def test_as_many_drafts_of_the_corpus_as_its_budget(target: Path, breadth: int) 
 
 
 def first_tokens(tokens: list[int], parents: list[int]) -> list[int]:
-    """Of each node of a tree: the first token of the branch that it is in."""
+    """Returns for each node of a tree the first token of the branch that it is in."""
     found = list[int]()
     for token, parent in zip(tokens, parents, strict=True):
         found.append(found[parent - 1] if parent else token)
@@ -432,8 +432,8 @@ def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) 
 
 @pytest.mark.parametrize("breadth", [1, 2])
 def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: int) -> None:
-    """Of each step that is heard, those that the drafts fed in it were found with, of trees their
-    first branches."""
+    """Checks in each step that is heard that the matches are those with which the drafts fed in it
+    were found; of trees, those of their first branches."""
     harness = Served(target, ngram_config(3, breadth, tier_policy="matched"), prices=FREE_ROWS)
     ops, found, told = harness.drafter._ops, deque[dict[int, int]]([{}]), 0
     find, observe = ops.find, harness.planner.policy.observe

@@ -48,7 +48,7 @@ def serve(
     tree: TreeShape | None = None,
     **params: Any,
 ) -> tuple[Cells, Counter[str]]:
-    """How often each NUM_NEW tokens were given, and what became of drafts.
+    """Counts how often each NUM_NEW tokens were given, and what became of drafts.
 
     Args:
         first_seed: of the first of NUM_REQUESTS requests; None: they have no seeds.
@@ -108,7 +108,8 @@ def p_value(observed: Cells, expected: Cells, variance: Cells) -> float:
 
 
 def fit(observed: Cells, probs: Cells) -> float:
-    """How probable it is that draws from `probs` are as far from it as `observed`, or farther."""
+    """Returns how probable it is that draws from `probs` are as far from it as `observed`, or
+    farther."""
     total = int(observed.sum())
     group = groups(probs, total)
     assert int(group.max()) > 20

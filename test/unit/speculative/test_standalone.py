@@ -111,7 +111,8 @@ def test_requests_that_end_at_the_context(paths: dict[str, Path], page_size: int
 def test_a_draft_model_that_is_the_target_is_always_right(
     paths: dict[str, Path], num_steps: int, overlap: bool
 ) -> None:
-    """Of greedy requests every draft is confirmed, so each step gives one token more."""
+    """Checks that every draft of greedy requests is confirmed, so each step gives one token
+    more."""
     twins = {"target": paths["target"], STANDALONE: paths["target"]}
     setup = setup_for(num_steps, enable_overlap=overlap, chunked_prefill_size=16)
     harness = Served(twins, STANDALONE, num_steps, setup)

@@ -192,7 +192,8 @@ def test_drafts_are_what_the_draft_model_says_of_the_true_sequence(
 def test_so_they_are_behind_steps_that_verify_some_of_the_drafts(
     paths: dict[str, Path], tmp_path: Path, num_padding: int
 ) -> None:
-    """Which of them the device decides (TileSpec). Rows of padding change no KV of anybody."""
+    """Lets the device decide which drafts are verified (TileSpec). Rows of padding change no KV of
+    anybody."""
     setup = setup_for(NUM_STEPS, chunked_prefill_size=16)
     budgets, cut = RandomBudgets(3), list[bool]()
 

@@ -102,7 +102,8 @@ def test_steps_that_run_piece_by_piece_replay_graphs_of_both_models(
 
 @pytest.mark.long_matrix
 def test_graphs_of_the_draft_model_compute_one_row_of_each_request(paths: dict[str, Path]) -> None:
-    """Of several that it is fed. Draft steps have graphs for as many drafts, and for one less."""
+    """Checks that graphs compute one row of several that a request is fed. Draft steps have graphs
+    for as many drafts, and for one less."""
     served = serving(paths, STANDALONE)
     target, draft = served.group.runners
     assert draft.graph_keys is not None

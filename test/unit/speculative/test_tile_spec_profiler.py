@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
-    """What the profiler looks at of a runner with graphs."""
+    """Makes what the profiler looks at of a runner with graphs."""
     execution = make_execution(model, Setup(), 64, 4)
     keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 4, 64, hidden_width=hidden_width)
     return SimpleNamespace(

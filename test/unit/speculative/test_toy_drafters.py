@@ -114,7 +114,7 @@ _served_plainly: dict[str, list[Collected]] = {}
 
 
 def plain(path: Path, setup: Setup, requests: list[Request], **changes: Any) -> list[Collected]:
-    """What a server without drafts answers."""
+    """Returns what a server without drafts answers."""
     key = repr((path, setup, requests, changes))
     if key not in _served_plainly:
         _served_plainly[key] = serve(path, setup, None, requests, **changes).outcomes
@@ -437,7 +437,8 @@ def test_a_bug_in_trees_is_found(
     bug: Callable[[pytest.MonkeyPatch], None],
     found: str,
 ) -> None:
-    """By other answers or by the token table; the canary is left out, which would be first."""
+    """Finds the bug by other answers or by the token table; the canary is left out, which would be
+    first."""
     requests, setup = asking_requests(VOCAB), setup_of(WAYS[1])
     requests = requests[3:9] + requests[15:21]  # with penalties, biases and others
     right = plain(small_model, setup, requests)

@@ -1,5 +1,5 @@
-"""How the rows of a step are divided among its requests: torch against a plain sort, and Triton in
-its interpreter."""
+"""Tests how the rows of a step are divided among its requests: torch against a plain sort, and
+Triton in its interpreter."""
 
 from __future__ import annotations
 

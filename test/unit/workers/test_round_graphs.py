@@ -429,7 +429,7 @@ def test_batches_are_padded_to_a_size_that_takes_less_time(
 
 
 def histograms(served: Served) -> list[list[int]]:
-    """Of each request, how many of its steps confirmed 0, 1, ... drafts."""
+    """Returns for each request how many of its steps confirmed 0, 1, ... drafts."""
     ids = submit_all(served, logprobs=LogprobOptions(start_len=-1))
     assert not served.rounds, "Verification is no graph."
     return [list(served.harness.outputs[each].accept_histogram) for each in ids]
