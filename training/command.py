@@ -1,5 +1,4 @@
-"""Holds what the training commands share: their options, the device, what a result says of the
-run."""
+"""Holds what training commands share: options, the device, what a result says of the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures how well a model predicts ahead: acceptance on real text, and text that it writes
-itself.
+"""Measures how well a model predicts ahead: acceptance on real text and on text of its own.
 
     python -m training.evaluate_mtp python/sglang/demo_models/tiny-code --prompts 16
 

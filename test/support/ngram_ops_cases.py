@@ -46,7 +46,7 @@ def small_blocks(ops: str, capacity: int) -> dict[str, int]:
 
 @dataclass
 class Slots:
-    """Holds what `NgramMemory` should hold, as a list: the last `capacity` slots, each a token and
+    """Lists what `NgramMemory` should hold: the last `capacity` slots, each a token and
     its namespace; None ends a text."""
 
     capacity: int
