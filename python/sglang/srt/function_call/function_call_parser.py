@@ -177,6 +177,8 @@ class FunctionCallParser:
             self._begin_object(None)
         elif form.named and not around.list_is_open and _NAME.match(text):
             self._state = _In.NAME
+        elif text in form.ends:  # of the output, if nothing follows
+            return False
         else:
             self._hold(1)
             self._give_up()
