@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sglang
-from serving_utils import running_server
+from serving_utils import running_server, schedulers_of
 
 pytestmark = pytest.mark.long_matrix
 
@@ -125,7 +125,7 @@ def test_a_rank_that_is_gone_or_stopped_ends_the_server(
     victim: str, number: signal.Signals, reason: str, family: list[psutil.Process]
 ) -> None:
     with running_server("demo", "--tp-size", "2", "--num-threads", "1") as server:
-        children = ranks_of(server.process.pid)
+        children = schedulers_of(server.process.pid)
         family += children.values()
         environ = children["rank 1"].environ()
         assert environ["NCCL_NVLS_ENABLE"] == "0"
@@ -135,19 +135,9 @@ def test_a_rank_that_is_gone_or_stopped_ends_the_server(
         assert server.process.returncode != 0
 
 
-def ranks_of(pid: int) -> dict[str, psutil.Process]:
-    modules = {"rank_process": "rank 1", "scheduler_process": "scheduler"}
-    return {
-        role: child
-        for child in psutil.Process(pid).children()
-        for module, role in modules.items()
-        if any(word.endswith(module) for word in child.cmdline())
-    }
-
-
 def test_an_interrupt_leaves_nothing(family: list[psutil.Process]) -> None:
     with running_server("demo", "--tp", "2", "--num-threads", "1") as server:
-        family += ranks_of(server.process.pid).values()
+        family += schedulers_of(server.process.pid).values()
         assert len(family) == 2
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(ENDS_S) == 0

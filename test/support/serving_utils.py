@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -268,3 +269,14 @@ def open_request(server: RunningServer, body: Any, receive_bytes: int = 4096) ->
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
     client.sendall(head.encode() + content)
     return client
+
+
+def schedulers_of(pid: int) -> dict[str, psutil.Process]:
+    """Finds the `scheduler`, which is rank 0, and `rank 1` among the children of a server."""
+    modules = {"rank_process": "rank 1", "scheduler_process": "scheduler"}
+    return {
+        role: child
+        for child in psutil.Process(pid).children()
+        for module, role in modules.items()
+        if any(word.endswith(module) for word in child.cmdline())
+    }

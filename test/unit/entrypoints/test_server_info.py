@@ -29,6 +29,7 @@ RESOLVED: dict[str, Any] = {
     "num_threads": 1,
     "max_total_num_tokens": 100,
     "architecture": "A",
+    "model_impl": "own",
     "kv_bytes_per_token": 8,
     "kv_size_reason": "why",
     "num_parameters": 1,
@@ -94,6 +95,19 @@ def test_a_relative_model_path_is_told_as_an_absolute_one(
     config = load_model_config("./model")
     told = describe_model(ServerArgs(model_path="./model"), config, "v")
     assert told["model_path"] == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("impl", "told"), [("own", "(A, 0.0 M"), ("transformers", "(A, by")])
+def test_the_summary_names_code_that_is_not_ours(impl: str, told: str) -> None:
+    info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
+    info.resolved.update(model_impl=impl)
+    (line,) = (
+        line
+        for line in describe_start(ServerArgs(model_path="m"), info, {}).splitlines()
+        if line.startswith("    model ")
+    )
+    assert told in line
+    assert ("by transformers' code" in line) == (impl == "transformers")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.speculation_flags import adaptive_strategy
+from sglang.srt.registry import TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
@@ -184,7 +185,8 @@ def _describe_drafts(args: ServerArgs, found: dict[str, Any]) -> list[tuple[str,
 
 def _describe_model(model: dict[str, Any]) -> str:
     parameters = f"{model['num_parameters'] / 1e6:,.1f} M parameters"
-    return f"{model['path']} ({model['architecture']}, {parameters})"
+    code = ", by transformers' code" if model["model_impl"] == TRANSFORMERS else ""
+    return f"{model['path']} ({model['architecture']}{code}, {parameters})"
 
 
 def _describe_chunks(schedule: dict[str, Any]) -> str:

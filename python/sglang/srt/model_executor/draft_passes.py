@@ -113,71 +113,18 @@ class DraftPass:
 
 
 class MaskPass:
-    """Drafts N tokens of each request in one step of a head that has mask tokens (P-EAGLE, arXiv
-    2602.01469, section 3): it feeds N of them, and the row of each gives the token after it.
+    """Drafts N tokens of each request in one step of a head that has mask tokens.
+
+    A head without a block (P-EAGLE, arXiv 2602.01469, section 3) is fed N mask tokens, each in a
+    row that gives the token after it. A head with a block of B rows (DFlash, arXiv 2602.06036) is
+    fed the certain token and B - 1 mask tokens that all see each other, and the row of each gives
+    the token of its own place.
 
     Args:
         head: one with a `mask_token_id`.
         table: [rows, width] int32; the page table.
-        forward: runs the head over a batch that is not planned yet, N rows of each request; returns
-            `ModelOutput.hidden` of all its rows.
-        num_rows: N, at least 1.
-    """
-
-    def __init__(
-        self,
-        head: DraftHead,
-        layers: LayerRuntime,
-        table: torch.Tensor,
-        forward: Callable[[ForwardBatch], torch.Tensor],
-        num_rows: int,
-    ) -> None:
-        assert num_rows >= 1, "A pass without a row."
-        assert head.mask_token_id is not None, "A head without mask tokens."
-        self._head = head
-        self._mask_token_id = head.mask_token_id
-        self._layers = layers
-        self._table = table
-        self._forward = forward
-        self._num_rows = num_rows
-        self._choose = sampling_ops(table.device).argmax_logprob
-
-    def run(self, first: ForwardBatch) -> Drafts:
-        """
-        Args:
-            first: the place of each request's first mask token; its tokens and hidden states are
-                ignored. Rows that write to the dummy slot are padding.
-        """
-        count, more = len(first.positions), self._num_rows - 1
-        positions, slots, _ = places_after(first, self._num_rows, self._table)
-        hidden = self._head.mask_input(self._layers)
-        batch = replace(
-            first,
-            input_ids=torch.full_like(positions, self._mask_token_id).flatten(),
-            positions=positions.T.flatten(),
-            slots=slots.T.flatten(),
-            q_lens=[self._num_rows] * count,
-            kv_lens=first.kv_lens + more,
-            kv_len_upper_bounds=[bound + more for bound in first.kv_len_upper_bounds],
-            hidden=hidden.expand(positions.numel(), -1).contiguous(),
-        )
-        logits = self._head.compute_logits(self._forward(batch), self._layers)
-        best, _, logprobs = self._choose(logits, None)
-        token_ids = self._head.to_target_ids(best).view(count, -1)
-        fed_ids = batch.input_ids.view_as(slots)
-        return Drafts(token_ids, logprobs.view(count, -1), fed_ids, slots)
-
-
-class BlockPass:
-    """Drafts N tokens of each request in one step of a head over a block (DFlash, arXiv
-    2602.06036): it feeds the certain token and mask tokens behind it, all rows see each other, and
-    the row of each mask token gives the token of its own place.
-
-    Args:
-        head: one with a `block_size`, B rows.
-        table: [rows, width] int32; the page table.
-        forward: runs the head over a batch that is not planned yet, B rows of each request; returns
-            `ModelOutput.hidden` of the rows that are read.
+        forward: runs the head over a batch that is not planned yet, with as many rows of each
+            request; returns `ModelOutput.hidden` of the rows that are read.
         num_drafts: N, at least 1, below B.
     """
 
@@ -189,11 +136,11 @@ class BlockPass:
         forward: Callable[[ForwardBatch], torch.Tensor],
         num_drafts: int,
     ) -> None:
+        assert num_drafts >= 1, "A pass without a draft."
         assert head.mask_token_id is not None, "A head without mask tokens."
-        assert head.block_size is not None, "A head that drafts no blocks."
-        assert 1 <= num_drafts < head.block_size, "A block has a draft for each row but the first."
+        assert head.block_size is None or num_drafts < head.block_size, "The first row drafts none."
         self._head = head
-        self._mask_token_id, self._block_size = head.mask_token_id, head.block_size
+        self._mask_token_id = head.mask_token_id
         self._layers = layers
         self._table = table
         self._forward = forward
@@ -203,26 +150,31 @@ class BlockPass:
     def run(self, first: ForwardBatch) -> Drafts:
         """
         Args:
-            first: the certain token of each request, of which the head has no KV yet. Rows that
-                write to the dummy slot are padding.
+            first: one row of each request: the place of its first mask token, whose token and
+                hidden state are ignored, or of a block the certain token, of which the head has no
+                KV yet. Rows that write to the dummy slot are padding.
         """
-        count, size = len(first.positions), self._block_size
+        count, size = len(first.positions), self._head.block_size or self._num_drafts
         positions, slots, _ = places_after(first, size, self._table)
         fed_ids = torch.full_like(positions, self._mask_token_id)
-        fed_ids[0] = first.input_ids
-        drafted = torch.arange(1, 1 + self._num_drafts, device=slots.device)
-        begins = torch.arange(0, count * size, size, device=slots.device)
         batch = replace(
             first,
-            input_ids=fed_ids.T.flatten(),
             positions=positions.T.flatten(),
             slots=slots.T.flatten(),
             q_lens=[size] * count,
             kv_lens=first.kv_lens + (size - 1),
             kv_len_upper_bounds=[bound + size - 1 for bound in first.kv_len_upper_bounds],
-            read_index=(begins[:, None] + drafted).flatten(),
-            is_block=True,
         )
+        if self._head.block_size is None:
+            hidden = self._head.mask_input(self._layers).expand(positions.numel(), -1)
+            batch = replace(batch, hidden=hidden.contiguous())
+        else:
+            fed_ids[0] = first.input_ids
+            drafted = torch.arange(1, 1 + self._num_drafts, device=slots.device)
+            begins = torch.arange(0, count * size, size, device=slots.device)
+            read = (begins[:, None] + drafted).flatten()
+            batch = replace(batch, read_index=read, is_block=True)
+        batch = replace(batch, input_ids=fed_ids.T.flatten())
         logits = self._head.compute_logits(self._forward(batch), self._layers)
         best, _, logprobs = self._choose(logits, None)
         token_ids = self._head.to_target_ids(best).view(count, -1)

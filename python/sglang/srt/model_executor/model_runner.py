@@ -15,7 +15,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput,
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
-from sglang.srt.model_executor.draft_passes import BlockPass, DraftPass, Drafts, MaskPass
+from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, MaskPass
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftTreePass
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
@@ -393,15 +393,14 @@ class ModelRunner:
 
     def _draft_pass(
         self, shape: DraftShape, forward: Callable[[ForwardBatch], torch.Tensor]
-    ) -> DraftPass | MaskPass | BlockPass | DraftTreePass:
+    ) -> DraftPass | MaskPass | DraftTreePass:
         model = self.model
         parts = self._layers, self.req_to_token_pool.req_to_token, forward
         if isinstance(shape, TreeShape):
             assert isinstance(model, DraftHead), "Heads alone draft trees."
             return DraftTreePass(model, *parts, shape, load(self.operations.trees))
         if isinstance(model, DraftHead) and model.mask_token_id is not None:
-            kind = MaskPass if model.block_size is None else BlockPass
-            return kind(model, *parts, shape)
+            return MaskPass(model, *parts, shape)
         return DraftPass(model, *parts, shape)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.child_process import (
     configure_logging,
@@ -151,6 +152,16 @@ def _stop_finders(tokenizer: Tokenizer) -> Callable[[SamplingParams, list[int]],
     return make
 
 
+def _described(model: ModelConfig, runner: ModelRunner) -> dict[str, Any]:
+    """Returns what `/server_info` says of a model; `model_impl` as it was chosen."""
+    return {
+        "path": model.folder,
+        "architecture": model.architecture,
+        "model_impl": model.impl,
+        "num_parameters": runner.num_parameters,
+    }
+
+
 def _info(
     config: RuntimeConfig, runners: RunnerGroup, draft_models: Sequence[ModelConfig]
 ) -> SchedulerInfo:
@@ -178,7 +189,7 @@ def _info(
         hidden_layers=hidden_layers,
         hidden_row_bytes=len(hidden_layers) * config.model.hidden_size * DTYPE_BYTES[dtype],
         resolved={
-            "path": config.model.folder,
+            **_described(config.model, runner),
             "device": execution.device,
             "dtype": execution.dtype,
             "attention_backend": execution.attention_backend,
@@ -186,17 +197,10 @@ def _info(
             "page_size": execution.page_size,
             "num_threads": execution.num_threads,
             "max_total_num_tokens": pool,
-            "architecture": config.model.architecture,
             "kv_bytes_per_token": memory.bytes_per_token,
             "kv_size_reason": memory.size_reason,
-            "num_parameters": runner.num_parameters,
             "draft_models": [
-                {
-                    "path": model.folder,
-                    "architecture": model.architecture,
-                    "remark": model.remark,
-                    "num_parameters": drafting.num_parameters,
-                }
+                {**_described(model, drafting), "remark": model.remark}
                 for model, drafting in zip(draft_models, runners.runners[1:], strict=True)
             ],
             "context_len": execution.context_len,
