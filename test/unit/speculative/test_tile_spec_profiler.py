@@ -171,6 +171,21 @@ def test_another_setting_has_prices_of_its_own(tmp_path: Path, model: Path, chan
     assert both == [["target", "head"], ["target", "head"], [], []]
 
 
+def test_other_code_of_the_model_and_other_sums_have_prices_of_their_own(
+    tmp_path: Path, model: Path
+) -> None:
+    """As `--model-impl`, `--tp-size` and SGLANG_ONE_SHOT_SUMS choose."""
+
+    def start(impl: str, one_shot: object | None) -> list[str]:
+        target, head = runner_of(model), runner_of(model, 32)
+        target.config = replace(target.config, model=replace(target.config.model, impl=impl))
+        target.ranks = SimpleNamespace(one_shot=one_shot, from_first=lambda data: data)
+        return Start(tmp_path, target, head).measured
+
+    settings = [("own", None), ("transformers", None), ("own", object())]
+    assert [start(*each) for each in settings * 2] == [["target", "head"]] * 3 + [[]] * 3
+
+
 @pytest.mark.parametrize("name", ["driver_version", "code_digest", "_version"])
 def test_so_has_another_driver_or_kernel(
     tmp_path: Path, runners: tuple[Any, Any], name: str

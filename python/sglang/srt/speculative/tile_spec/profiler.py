@@ -193,28 +193,27 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
     gpu = Platform.probe().device_name if config.device == "cuda" else config.device
     names = (re.sub(r"[^A-Za-z0-9.-]+", "-", name) for name in (config.model.path.name, gpu))
     model, gpu = (name.strip(".-")[:100] or "unnamed" for name in names)
-    return cache_dir / f"{model}_{gpu}_tp{_num_ranks(target)}"
-
-
-def _num_ranks(runner: ModelRunner) -> int:
-    return 1 if runner.ranks is None else runner.ranks.shard.num_ranks
+    return cache_dir / f"{model}_{gpu}_tp{config.model.shard.num_ranks}"
 
 
 def measured_with(runner: ModelRunner) -> dict[str, str]:
     """Returns what the prices of a runner's steps depend on."""
-    config, keys = runner.config, runner.graph_keys
+    config, keys, ranks = runner.config, runner.graph_keys, runner.ranks
+    has_one_shot = ranks is not None and ranks.one_shot is not None
     fields = {name: getattr(config, name) for name in TIMED_FIELDS}
     graphs = [] if keys is None else [dataclasses.astuple(key) for key in keys.all]
     return {
         "model": _digest(config.model.hf),
+        "code of the model": config.model.impl,
         "setting": _digest([fields, sorted(config.draft_steps)]),
         "set of graphs": _digest(graphs),
-        "number of ranks": str(_num_ranks(runner)),
+        "ranks": f"{config.model.shard.num_ranks}{', one-shot sums' if has_one_shot else ''}",
         "GPU": Platform.probe().device_name,
         "driver": driver_version(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
         "Triton": _version("triton"),
+        "transformers": _version("transformers"),
         "set of kernels": code_digest(),
     }
 
