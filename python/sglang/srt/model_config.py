@@ -21,11 +21,10 @@ from sglang.srt.registry import (
 )
 from sglang.srt.rope_config import RopeConfig, parse_rope
 from sglang.srt.shard import WHOLE, Shard
-from sglang.srt.transformers_config import completed, why_not
+from sglang.srt.transformers_config import MAX_LAYERS, completed, why_not
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
-MAX_LAYERS = 1024  # more than any model has
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {
     "demo-eagle": "tiny-code-eagle",

@@ -294,3 +294,23 @@ def test_experts_that_do_not_fit_are_refused(
     store = make_runner(mixtral["each"], Setup()).weights
     with pytest.raises(WeightUpdateError, match=said):
         store.reader.from_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_local_experts": 1 << 24}, "must be at most 4096"),
+        ({"num_local_experts": 0}, "at least 1"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 4 experts"),
+        ({"num_local_experts": None}, "how many experts there are"),
+    ],
+    ids=str,
+)
+def test_impossible_numbers_of_experts_are_refused_at_once(
+    mixtral: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    """Before anything is made for each expert."""
+    entries = json.loads((mixtral["one"] / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ModelPathError, match=said):
+        load_model(load_model_config(str(tmp_path)), "dummy", 64, torch.float32, "cpu")

@@ -13,6 +13,7 @@ from sglang.srt.layers.linear import Linear
 from sglang.srt.model_config import ModelConfig
 
 COUNTS = "num_experts", "num_local_experts"  # names of one entry
+MAX_EXPERTS = 4096  # more than any model has; each has names of its own for its weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ def expert_counts(config: ModelConfig, num_chosen: int) -> tuple[int, int]:
         raise config.refusal(f"neither {' nor '.join(COUNTS)} says how many experts there are")
     num_experts = config.integer(named[0], None, minimum=1) or 0
     num_chosen = config.integer("num_experts_per_tok", num_chosen, minimum=1) or num_chosen
+    if num_experts > MAX_EXPERTS:
+        raise config.refusal(f"{named[0]} is {num_experts}, but must be at most {MAX_EXPERTS}")
     if num_chosen > num_experts:
         raise config.refusal(
             f"num_experts_per_tok is {num_chosen}, but there are {num_experts} experts"
