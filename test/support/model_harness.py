@@ -189,3 +189,20 @@ def assert_greedy(model: Model, prompt: list[int], output: list[int]) -> None:
     expected = model.expected(prompt + output)[len(prompt) - 1 : -1]
     for row, token in zip(expected, output, strict=True):
         assert float(row.max() - row[token]) <= TOLERANCE
+
+
+def check_whole_and_chunked_prompts(model: Model, num_steps: int) -> None:
+    """Feeds mixed steps through the paged pool: a prompt whole, one in chunks, one token by token.
+    Logits are those of transformers."""
+    sequences = {name: sequence(42, seed) for seed, name in enumerate(("whole", "chunks", "one"))}
+    expected = {name: model.expected(tokens) for name, tokens in sequences.items()}
+    sizes = {"whole": [30, 1, 1], "chunks": [9] * 4, "one": [1] * num_steps}
+    feeder = Feeder(model.runner(4), 4)
+    for step in range(num_steps):
+        chunks = {}
+        for name, steps in sizes.items():
+            if step < len(steps):
+                start = feeder.fed.get(name, 0)
+                chunks[name] = sequences[name][start : start + steps[step]]
+        for name, logits in feeder.feed(chunks).items():
+            assert_close(logits, expected[name][feeder.fed[name] - 1])

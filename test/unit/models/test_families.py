@@ -18,6 +18,7 @@ from model_harness import (
     Model,
     assert_close,
     assert_greedy,
+    check_whole_and_chunked_prompts,
     sequence,
 )
 from sglang.srt.model_config import ModelPathError, load_model_config
@@ -125,19 +126,7 @@ def test_every_registered_family_is_tested() -> None:
 
 @pytest.mark.long_matrix
 def test_prompts_whole_and_in_chunks_beside_decodes(model: Model) -> None:
-    """Mixed steps through the paged pool: one prompt whole, one in chunks, one token by token."""
-    sequences = {name: sequence(42, seed) for seed, name in enumerate(("whole", "chunks", "one"))}
-    expected = {name: model.expected(tokens) for name, tokens in sequences.items()}
-    sizes = {"whole": [30, 1, 1], "chunks": [9] * 4, "one": [1] * 12}
-    feeder = Feeder(model.runner(4), 4)
-    for step in range(12):
-        chunks = {}
-        for name, steps in sizes.items():
-            if step < len(steps):
-                start = feeder.fed.get(name, 0)
-                chunks[name] = sequences[name][start : start + steps[step]]
-        for name, logits in feeder.feed(chunks).items():
-            assert_close(logits, expected[name][feeder.fed[name] - 1])
+    check_whole_and_chunked_prompts(model, num_steps=12)
 
 
 @pytest.mark.long_matrix

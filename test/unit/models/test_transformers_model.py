@@ -30,6 +30,7 @@ from model_harness import (
     Model,
     assert_close,
     assert_greedy,
+    check_whole_and_chunked_prompts,
     sequence,
 )
 from ngram_serving import Served as ServedNgrams
@@ -139,18 +140,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.long_matrix
 def test_prompts_whole_and_in_chunks_beside_decodes(family: Model) -> None:
-    sequences = {name: sequence(42, seed) for seed, name in enumerate(("whole", "chunks", "one"))}
-    expected = {name: family.expected(tokens) for name, tokens in sequences.items()}
-    sizes = {"whole": [30, 1, 1], "chunks": [9] * 4, "one": [1] * 6}
-    feeder = Feeder(family.runner(4), 4)
-    for step in range(6):
-        chunks = {}
-        for name, steps in sizes.items():
-            if step < len(steps):
-                start = feeder.fed.get(name, 0)
-                chunks[name] = sequences[name][start : start + steps[step]]
-        for name, logits in feeder.feed(chunks).items():
-            assert_close(logits, expected[name][feeder.fed[name] - 1])
+    check_whole_and_chunked_prompts(family, num_steps=6)
 
 
 @pytest.mark.long_matrix
