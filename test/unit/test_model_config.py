@@ -171,7 +171,7 @@ def test_a_flag_of_a_family_that_is_none_is_refused(tmp_path: Path, value: Any) 
     [
         ({"num_experts": 8}, "use a dense checkpoint"),
         ({"num_local_experts": 8}, "use a dense checkpoint"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "in bfloat16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "in bfloat16"),
         ({"hidden_act": "gelu"}, "silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "remove the scaling"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "one of default, linear, llama3, yarn"),

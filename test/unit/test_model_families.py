@@ -166,18 +166,46 @@ def test_code_that_does_not_run_here_is_a_problem(
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "mxfp4"])
-def test_a_form_of_quantized_weights_is_refused_by_its_name(tmp_path: Path, method: str) -> None:
-    text = refusal(tmp_path, {**LLAMA, "quantization_config": {"quant_method": method}})
-    assert f"says {QUANTIZED[method]}" in text
+def of_groups(**weights: Any) -> dict[str, Any]:
+    """compressed-tensors of one group of layers."""
+    kind = {"num_bits": 8, "type": "float", "strategy": "channel", **weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": kind}}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"quant_method": "awq"},
+        {"quant_method": "gptq"},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": [128, 0]},
+        {"quant_method": "compressed-tensors"},
+        of_groups(type="int"),
+        of_groups(num_bits=4),
+        of_groups(strategy="group"),
+        of_groups(strategy="block"),
+        of_groups(symmetric=False),
+        {**of_groups(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        {**of_groups(), "transform_config": {"config_groups": {}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_form_of_quantized_weights_is_refused_by_its_name(
+    tmp_path: Path, form: dict[str, Any]
+) -> None:
+    text = refusal(tmp_path, {**LLAMA, "quantization_config": form})
+    assert f"says {QUANTIZED[form['quant_method']]}" in text
     assert "use the checkpoint in bfloat16, float16 or float32" in text
 
 
 def test_what_a_model_has_comes_before_the_form_of_its_weights(tmp_path: Path) -> None:
     entries = entries_of("deepseek_v3", **SIZES)
-    text = refusal(tmp_path, {**entries, "quantization_config": {"quant_method": "fp8"}})
+    text = refusal(tmp_path, {**entries, "quantization_config": {"quant_method": "awq"}})
     assert LATENT in text
-    assert "fp8" not in text
+    assert "AWQ" not in text
 
 
 @pytest.mark.parametrize(

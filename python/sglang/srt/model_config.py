@@ -22,6 +22,7 @@ from sglang.srt.registry import (
 from sglang.srt.rope_config import RopeConfig, parse_rope
 from sglang.srt.shard import WHOLE, Shard
 from sglang.srt.transformers_config import MAX_LAYERS, completed, why_not
+from sglang.srt.weight_format import WeightFormat, format_of
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
@@ -59,6 +60,7 @@ class ModelConfig:
         generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
         impl: whether a file of ours computes it, or transformers' own modelling code.
+        rounds_weights: linear layers hold weights of 8 bits that the files have in 16 or 32.
         shard: the part of the weights and of the KV that this process holds. All sizes here are of
             the whole model.
     """
@@ -83,7 +85,13 @@ class ModelConfig:
     generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     impl: str = OWN
+    rounds_weights: bool = False
     shard: Shard = WHOLE
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Gives the form of weights of 8 bits, whether there are any or not."""
+        return format_of(self.hf)
 
     @property
     def remark(self) -> str:

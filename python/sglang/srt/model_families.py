@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.head_layouts import architecture_of
 from sglang.srt.registry import HEADS, MODELS, OWN, TRANSFORMERS
+from sglang.srt.weight_format import QUANTIZATION, parse_format
 
 EXPERTS, LATENT, RECURRENT = (
     "a mixture of experts",
@@ -82,8 +83,9 @@ MAX_SIZE = 1 << 24  # more than any model has of anything
 QUANTIZED = {
     "awq": "AWQ (weights of 4 bits)",
     "gptq": "GPTQ (weights of 4 bits)",
-    "fp8": "fp8 (weights of 8 bits in blocks)",
-    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8 of another form than e4m3 with a scale for each tensor, output or block",
+    "compressed-tensors": "compressed-tensors of another form than fp8 with a scale for each"
+    " tensor, output or block",
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "mxfp4 (weights of 4 bits)",
     "modelopt": "ModelOpt",
@@ -112,8 +114,8 @@ def why_not_computed(entries: Mapping[str, Any], impl: str = OWN) -> str | None:
     if any(part.get("is_encoder_decoder") is True for part in parts):
         return "is_encoder_decoder says an encoder and a decoder; use a model with a decoder alone"
     for part in parts:
-        for name in ("quantization_config", "compression_config"):
-            if part.get(name):
+        for name in QUANTIZATION:
+            if part.get(name) and parse_format(part[name]) is None:
                 method, said = _method(part[name])
                 remedy = f"{ORIGINAL} ({CONVERT})" if method in CONVERTIBLE else ORIGINAL
                 return f"{name} says {said}, which is not supported; use {remedy}"

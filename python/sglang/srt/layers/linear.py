@@ -10,11 +10,23 @@ import torch
 from torch import nn
 
 from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
+from sglang.srt.layers.scaled_weight import ALIGNMENT, CODES, ScaledWeight
 from sglang.srt.shard import WHOLE, Cut, Shard
+from sglang.srt.weight_format import WEIGHT, WeightFormat
 
 
 class Linear(nn.Linear):
-    """A linear layer whose product the runtime computes. Each rank has all of it."""
+    """A linear layer whose product the runtime computes. Each rank has all of it.
+
+    Attributes:
+        form: of `weight` if it has 8 bits and `weight_scale`; None: it has its values.
+    """
+
+    form: WeightFormat | None = None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.register_parameter("weight_scale", None)
 
     def reset_parameters(self) -> None:
         """Leaves the weights unset; the loader fills them."""
@@ -22,7 +34,40 @@ class Linear(nn.Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, runtime: LayerRuntime
     ) -> torch.Tensor:
-        return runtime.linear(x, self.weight, self.bias)
+        return self.product(x, runtime, self.bias)
+
+    def product(
+        self, x: torch.Tensor, runtime: LayerRuntime, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [T, in_features] times what this rank has of the weight, plus a bias."""
+        if self.form is None:
+            return runtime.linear(x, self.weight, bias)
+        return runtime.scaled_linear(x, self._scaled(self.form), bias)
+
+    def gated(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """silu of the first half of the outputs times the second: [T, out_features / 2]."""
+        if self.form is None:
+            return runtime.gated_linear(x, self.weight, self.bias)
+        return runtime.silu_and_mul(self.product(x, runtime, self.bias))
+
+    def _scaled(self, form: WeightFormat) -> ScaledWeight:
+        return ScaledWeight(self.weight, self.weight_scale, form)
+
+    def takes(self, form: WeightFormat) -> bool:
+        """Tells whether what this rank has of the weight is made of whole blocks, and of features
+        that GPUs multiply in 8 bits."""
+        is_aligned = not any(size % ALIGNMENT for size in self.weight.shape)
+        return is_aligned and form.divides(self.cut_of(WEIGHT))
+
+    def hold_in(self, form: WeightFormat) -> None:
+        """Takes a weight of 8 bits with scales instead of its values; it has no memory yet."""
+        self.form, device, shape = form, self.weight.device, self.weight.shape
+        codes, scales = (
+            torch.empty(shape, dtype=CODES, device=device),
+            torch.empty(form.scales_shape(shape), dtype=torch.float32, device=device),
+        )
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
 
     def cut_of(self, parameter: str) -> Cut | None:
         """The part of `weight` or `bias` that this rank has; None: all."""
@@ -49,8 +94,8 @@ class SumLinear(Linear):
         self, x: torch.Tensor, runtime: LayerRuntime
     ) -> torch.Tensor:
         if self._shard.is_whole:
-            return runtime.linear(x, self.weight, self.bias)
-        total = runtime.ranks.sum(runtime.linear(x, self.weight, None))
+            return self.product(x, runtime, self.bias)
+        total = runtime.ranks.sum(self.product(x, runtime, None))
         return total if self.bias is None else total.add_(self.bias)
 
     def cut_of(self, parameter: str) -> Cut | None:
@@ -155,13 +200,19 @@ class FusedLinear(Linear):
         """Computes all parts but the first one."""
         start = self.shard_sizes[0]
         bias = None if self.bias is None else self.bias[start:]
-        return runtime.linear(x, self.weight[start:], bias)
+        if self.form is None:
+            return runtime.linear(x, self.weight[start:], bias)
+        return runtime.scaled_linear(x, self._scaled(self.form).rows_from(start), bias)
+
+    def takes(self, form: WeightFormat) -> bool:
+        is_divided = all(size % form.rows == 0 for size in self.shard_sizes)
+        return is_divided and super().takes(form)
 
     def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:
-        """Returns the rows of `parameter` (weight or bias) that belong to one part."""
-        index = self.shards.index(shard)
-        start = sum(self.shard_sizes[:index])
-        return parameter.narrow(0, start, self.shard_sizes[index])
+        """Returns the rows of `parameter` (weight, bias or scales) that belong to one part."""
+        index, unit = self.shards.index(shard), sum(self.shard_sizes) // len(parameter)
+        start = sum(self.shard_sizes[:index]) // unit
+        return parameter.narrow(0, start, self.shard_sizes[index] // unit)
 
     def cut_of_shard(self, shard: str) -> Cut | None:
         """The rows of a part, of its weight or bias, that this rank has; None: all."""

@@ -12,13 +12,18 @@ from tqdm import tqdm
 
 from sglang.srt.layers.experts import DOWN, GATE_UP, Experts, ExpertStack
 from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
+from sglang.srt.layers.scaled_weight import CODES, ScaledWeight
 from sglang.srt.model_config import ModelConfig, ModelPathError
+from sglang.srt.model_loader.arriving_weights import ArrivingWeights
+from sglang.srt.model_loader.held_formats import hold_in_8_bits
+from sglang.srt.model_loader.weight_checks import WeightMismatch, check_finite
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, stored_weights
 from sglang.srt.models.model import CheckpointNames, Model
 from sglang.srt.platform import Platform
 from sglang.srt.registry import load
 from sglang.srt.shard import Cut, Shard
+from sglang.srt.weight_format import SCALE, SCALES, UNREAD_SCALES, WEIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,7 @@ DUMMY_STD = 0.02
 DUMMY_SEED = 0
 MAX_NAMED = 3  # weights in a line of the log
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Float8 and smaller are codes that mean nothing without their scales.
+# Numbers of 8 bits mean nothing without their scales; see `ArrivingWeights`.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -49,7 +54,9 @@ def load_model(
     if load_format != "dummy":
         _untie_if_stored_twice(model, config, dtype)
         _borrow_equal(model, config, dtype)
-    model = _with_memory(model.to(dtype), config, device).eval()
+    model = model.to(dtype)
+    hold_in_8_bits(model, config, dtype, torch.device(device), load_format == "dummy")
+    model = _with_memory(model, config, device).eval()
     model.complete()
     if load_format == "dummy":
         _fill_dummy(model, config.shard)
@@ -138,9 +145,16 @@ def _fill_dummy(model: nn.Module, shard: Shard) -> None:
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
             continue
+        if name.endswith(SCALE):
+            nn.init.constant_(parameter, DUMMY_STD)
+            continue
         seed = DUMMY_SEED + index + (shard.rank << 32 if cuts.get(name) else 0)
         generator = torch.Generator(parameter.device).manual_seed(seed)
-        parameter.data.normal_(0.0, DUMMY_STD, generator=generator)
+        if parameter.dtype == CODES:
+            wide = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.data.copy_(wide.normal_(generator=generator))
+        else:
+            parameter.data.normal_(0.0, DUMMY_STD, generator=generator)
 
 
 def _fill(model: Model, config: ModelConfig) -> None:
@@ -150,7 +164,8 @@ def _fill(model: Model, config: ModelConfig) -> None:
     for it: 15 GiB take 0.05 s on an H100 (copies 0.7 s), and on a CPU a tenth of the copies' time.
     """
     places = WeightPlaces(model, config)
-    copies = WeightCopies(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    copies, arriving = WeightCopies(device), ArrivingWeights(places, device)
     seen: dict[str, tuple[str, Path]] = {}  # by the model's name: the checkpoint's, and the file
     unread: list[str] = []
     source = config.path
@@ -159,7 +174,7 @@ def _fill(model: Model, config: ModelConfig) -> None:
             stored = (
                 (piece, values, file)
                 for name, tensor, file in stored_weights(config.path)
-                for piece, values in places.pieces_of(name, tensor)
+                for piece, values in arriving.take(name, tensor)
             )
             for name, tensor, source in stored:
                 place = places.place_of(name, tensor.shape)
@@ -174,6 +189,7 @@ def _fill(model: Model, config: ModelConfig) -> None:
                 seen[own_name] = name, source
                 bar.update()
         source = config.path
+        arriving.check_complete()
         places.check_complete(seen.keys())
         for name, file in seen.values():
             source = file
@@ -204,46 +220,6 @@ def _counted(names: Collection[str]) -> str:
     return "1 weight" if len(names) == 1 else f"{len(names)} weights"
 
 
-def check_finite(name: str, values: torch.Tensor) -> None:
-    """Checks the values of a weight in the type that serves, which may hold less than the file's.
-
-    Raises:
-        WeightMismatch: if one is NaN or infinite.
-    """
-    if not values.numel() or not values.is_floating_point():
-        return
-    low, high = values.aminmax()  # NaN if there is one; needs no memory
-    if (low.isfinite() & high.isfinite()).item():
-        return
-    num_wrong = values.numel() - int(values.isfinite().sum())
-    dtype = str(values.dtype).removeprefix("torch.")
-    raise WeightMismatch(
-        f"has a weight {name!r} with {num_wrong} of {values.numel()} values NaN or infinite as"
-        f" {dtype}",
-        "is the file intact? If so, choose a --dtype that can hold its values",
-        f"send finite values that {dtype} can hold",
-    )
-
-
-class WeightMismatch(ValueError):
-    """Weights and a model that do not fit each other.
-
-    Attributes:
-        problem: what is wrong, to be put after the name of the source.
-        question: what the user may have overlooked, of a model's folder.
-        remedy: what to do who sends them to a running model.
-    """
-
-    def __init__(
-        self,
-        problem: str,
-        question: str,
-        remedy: str = "send weights as the model's own checkpoint has them",
-    ) -> None:
-        super().__init__(f"{problem}; {question}")
-        self.problem, self.question, self.remedy = problem, question, remedy
-
-
 class WeightPlaces:
     """Finds where in a model each weight of a checkpoint belongs: a parameter, or rows of a fused
     one. Where ranks divide a weight, its place is for this rank's part of it.
@@ -251,11 +227,13 @@ class WeightPlaces:
     The places are views: they stay valid as long as the model keeps its parameters' storages.
 
     Attributes:
+        form: of the weights that have 8 bits.
         shared: weights without memory of their own, each with the one whose memory it has.
         lent: weights that are those of another model, each with its place and name there.
     """
 
     def __init__(self, model: Model, config: ModelConfig) -> None:
+        self.form = config.weight_format
         self._architecture = config.architecture
         self._names = model.checkpoint_names
         self._problem_of = model.problem_of
@@ -287,7 +265,8 @@ class WeightPlaces:
 
     def own_name(self, name: str) -> str:
         """The model's name of a weight, which checkpoints may call otherwise."""
-        return self._names.own_name(name)
+        module, _, last = self._names.own_name(name).rpartition(".")
+        return f"{module}.{SCALE}" if last in SCALES else self._names.own_name(name)
 
     def claims(self, name: str) -> bool:
         """Tells whether a tensor is for this model among those of another one's files."""
@@ -303,6 +282,15 @@ class WeightPlaces:
         own_name = self.own_name(name)
         stack = self._stacks.get(own_name)
         return self._by_name.get(own_name) if stack is None else stack.own_part
+
+    def value_of(self, name: str) -> torch.Tensor | None:
+        """The values that serve by a checkpoint's name, if there is such a weight: in place, but of
+        8 bits a copy in float32."""
+        place = self.find(name)
+        if place is None or place.dtype != CODES:
+            return place
+        scales = self[f"{name.removesuffix(WEIGHT)}{SCALE}"]
+        return ScaledWeight(place, scales, self.form).values(torch.float32)
 
     def stacked_in(self, name: str) -> list[str]:
         """Names the weights that a checkpoint may hold as one under this name, in order of its
@@ -333,7 +321,7 @@ class WeightPlaces:
         own_name = self.own_name(name)
         place = self[name] if own_name in self.lent else self._by_name.get(own_name)
         if place is None:
-            if self._may_be_ignored(name):
+            if self.may_be_ignored(name):
                 return None
             if own_name in self._stacks:
                 raise _wrong_shape(name, shape, self._stacks[own_name].shape)
@@ -368,14 +356,17 @@ class WeightPlaces:
             WeightMismatch: if the values are of a type that the weight cannot hold, or none that
                 the model can use.
         """
-        is_float, question = self[name].is_floating_point(), "is the file intact?"
+        dtype, question = self[name].dtype, "is the file intact?"
         problem: str | None
         if tensor.is_meta or tensor.layout != torch.strided:
             problem = "without plain values"
-        elif tensor.dtype not in (FLOATS if is_float else INTEGERS):
-            wanted = "floating point values of 16 bits at least" if is_float else "integers"
+        elif dtype != tensor.dtype and tensor.dtype not in (
+            FLOATS if dtype.is_floating_point else INTEGERS
+        ):
+            wanted = "integers"
+            if dtype.is_floating_point:
+                wanted = "floating point values of 16 bits at least, or float8_e4m3fn with a scale"
             problem = f"of type {tensor.dtype}, but it holds {wanted}"
-            question = "is the file intact? Quantized weights are not supported"
         else:
             problem = self._problem_of(self.own_name(name), tensor)
         if problem is not None:
@@ -400,11 +391,12 @@ class WeightPlaces:
                 "is the download complete?",
             )
 
-    def _may_be_ignored(self, name: str) -> bool:
+    def may_be_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints carry and that are not read here."""
         if not self._names.holds(name):
             return True
-        return self.own_name(name) in self._names.ignored or name.endswith("rotary_emb.inv_freq")
+        ignored_ends = ("rotary_emb.inv_freq", *(f".{scale}" for scale in UNREAD_SCALES))
+        return self.own_name(name) in self._names.ignored or name.endswith(ignored_ends)
 
 
 def _wrong_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> WeightMismatch:
@@ -452,11 +444,19 @@ def _cuts(model: nn.Module) -> dict[str, Cut]:
             if isinstance(module, FusedLinear):
                 parent = module_name.rpartition(".")[0]
                 for shard in module.shards:
-                    cut = module.cut_of_shard(shard)
+                    cut = _cut_of(module, name, module.cut_of_shard(shard))
                     found |= {f"{parent}.{shard}.{name}": cut, f"{module_name}.{name}": cut}
             elif isinstance(module, Linear | Embedding):
-                found[f"{module_name}.{name}"] = module.cut_of(name)
+                own = WEIGHT if name == SCALE else name
+                found[f"{module_name}.{name}"] = _cut_of(module, name, module.cut_of(own))
     return {name: cut for name, cut in found.items() if cut is not None}
+
+
+def _cut_of(module: nn.Module, parameter: str, cut: Cut | None) -> Cut | None:
+    """The part of a parameter, by that of the weight or bias that it is or belongs to."""
+    if parameter != SCALE or not isinstance(module, Linear) or module.form is None:
+        return cut
+    return module.form.cut_of_scales(cut)
 
 
 def _stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

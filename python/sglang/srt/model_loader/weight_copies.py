@@ -43,8 +43,9 @@ class WeightCopies:
         self._copied = [torch.cuda.Event() for _ in self._buffers] if pins else []
 
     def copy(self, place: torch.Tensor, weight: torch.Tensor) -> None:
-        """Fills `place` with `weight`, a host tensor of the same shape, in any type."""
-        if self._is_direct:
+        """Fills `place` with `weight` of the same shape, in any type, of the host or of its own
+        device."""
+        if self._is_direct or weight.device == place.device:
             place.copy_(weight)
             return
         chunk = self._buffers[0].numel() // place.itemsize

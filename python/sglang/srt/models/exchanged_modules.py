@@ -62,7 +62,7 @@ class StepLinear(Linear):
         if runtime is None:
             return F.linear(x, self.weight, self.bias)
         is_sum = self.cut is not None and self.cut.dim == 1
-        out = runtime.linear(x.flatten(0, -2), self.weight, None if is_sum else self.bias)
+        out = self.product(x.flatten(0, -2), runtime, None if is_sum else self.bias)
         if is_sum:
             out = runtime.ranks.sum(out)
             out = out if self.bias is None else out.add_(self.bias)
@@ -111,7 +111,7 @@ class StepGatedMLP(nn.Module):
             gate, up = F.linear(x, gate_up.weight, gate_up.bias).chunk(2, dim=-1)
             gated = F.silu(gate) * up
         else:
-            gated = runtime.gated_linear(x.flatten(0, -2), gate_up.weight, gate_up.bias)
+            gated = gate_up.gated(x.flatten(0, -2), runtime)
             gated = gated.unflatten(0, x.shape[:-1])
         out: torch.Tensor = self.down_proj(gated)
         return out
@@ -133,7 +133,7 @@ class JoinedProducts:
             if runtime is None:
                 out = F.linear(x, joined.weight, joined.bias)
             else:
-                out = runtime.linear(x.flatten(0, -2), joined.weight, joined.bias)
+                out = joined.product(x.flatten(0, -2), runtime, joined.bias)
                 out = out.unflatten(0, x.shape[:-1])
             self._input, self._left = x, [*out.split(joined.shard_sizes, dim=-1)]
         found, self._left[index] = self._left[index], None

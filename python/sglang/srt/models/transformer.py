@@ -124,8 +124,7 @@ class GatedMLP(nn.Module):
         self.down_proj = SumLinear(size, config.hidden_size, bias, shard)
 
     def forward(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        gate_up = self.gate_up_proj
-        return self.down_proj(runtime.gated_linear(x, gate_up.weight, gate_up.bias), runtime)
+        return self.down_proj(self.gate_up_proj.gated(x, runtime), runtime)
 
 
 class AttentionAndMLP(nn.Module):

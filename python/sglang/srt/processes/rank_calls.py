@@ -112,7 +112,8 @@ class RankedWeights(ModelWeights):
         """Copies staged weights into place on all ranks, or on none."""
         names = sorted(staged)
         self._call(APPLY, *names)
-        whole = {name: staged[name].cpu().contiguous() for name in names}
+        dtypes = {name: self._own.empty(name).dtype for name in names}
+        whole = {name: staged[name].to("cpu", dtypes[name]).contiguous() for name in names}
         if problem := self._take(whole):
             raise WeightUpdateError(problem)
 

@@ -103,7 +103,7 @@ class ServingWeights:
         ]
 
     def value_of(self, name: str) -> torch.Tensor | None:
-        """Returns the tensor that serves under such a name; see `WeightStore.value_of`."""
+        """Returns the values that serve under such a name; see `WeightStore.value_of`."""
         beginning, own_name = split_name(name, self._stores)
         return self._stores[beginning].value_of(own_name)
 

@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError
 
 from sglang.srt.model_config import ModelPathError, resolve_model_path
-from sglang.srt.model_loader.loader import WeightMismatch, WeightPlaces, check_finite
+from sglang.srt.model_loader.arriving_weights import ArrivingWeights
+from sglang.srt.model_loader.loader import WeightPlaces
+from sglang.srt.model_loader.weight_checks import WeightMismatch, check_finite
 from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, read_file
 
@@ -130,9 +132,12 @@ class WeightReader:
             WeightUpdateError: that begins with `source`.
         """
         staged: StagedWeights = {}
+        arriving = {each: ArrivingWeights(places) for each, places in self._places.items()}
         try:
             for name, tensor in tensors:
-                self._stage_one(source, name, tensor, staged)
+                self._stage_one(source, name, tensor, arriving, staged)
+            for each in arriving.values():
+                each.check_complete()
         except WeightMismatch as error:
             hint = ", a draft model's with 'draft.' before it" if len(self._places) > 1 else ""
             raise WeightUpdateError(f"{source} {error.problem}; {error.remedy}{hint}.") from None
@@ -148,13 +153,18 @@ class WeightReader:
         return staged
 
     def _stage_one(
-        self, source: str, name: str, tensor: torch.Tensor, staged: StagedWeights
+        self,
+        source: str,
+        name: str,
+        tensor: torch.Tensor,
+        arriving: Mapping[str, ArrivingWeights],
+        staged: StagedWeights,
     ) -> None:
         claiming = (other for other, places in self._places.items() if places.claims(name))
         otherwise = next(claiming, self._otherwise)
         beginning, given_name = split_name(name, self._places, otherwise)
         places = self._places[beginning]
-        for piece, values in places.pieces_of(given_name, tensor):
+        for piece, values in arriving[beginning].take(given_name, tensor):
             place = places.place_of(piece, values.shape)
             if place is None:
                 continue

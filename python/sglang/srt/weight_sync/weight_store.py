@@ -89,9 +89,9 @@ class WeightStore:
         return self.places.names
 
     def value_of(self, name: str) -> torch.Tensor | None:
-        """Returns the tensor that serves under a checkpoint's name, in place; None if there is no
-        such weight. Not to be read while the memory is released."""
-        return self.places.find(name)
+        """Returns the values that serve under a checkpoint's name, see `WeightPlaces.value_of`;
+        None if there is no such weight. Not to be read while the memory is released."""
+        return self.places.value_of(name)
 
     def release(self) -> None:
         """Gives the memory of the weights back. The values are kept: those of an accelerator in

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.ops.chosen_experts import choose_experts, sum_of_chosen
+from sglang.srt.layers.scaled_weight import ScaledWeight
 
 
 class TorchOps:
@@ -17,6 +18,11 @@ class TorchOps:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return F.linear(x, weight, bias)
+
+    def scaled_linear(
+        self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight.values(x.dtype), bias)
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
