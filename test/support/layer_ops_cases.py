@@ -19,8 +19,10 @@ from interpreted import asked
 from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import rotation_table
+from sglang.srt.layers.scaled_weight import CODES, scaled
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.rope_config import parse_rope
+from sglang.srt.weight_format import CHANNEL
 
 # Of outputs of size about 1: rounding of the result, and of one operand before it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -104,6 +106,27 @@ def product_case(num_rows: int, out_features: int, in_features: int) -> Case:
     return run
 
 
+def scaled_case(num_rows: int, out_features: int, in_features: int, has_bias: bool = False) -> Case:
+    """A product with a weight of 8 bits, in bfloat16; the error is in proportion to the tolerance
+    of the type. Each row of x is one of 8 bits times a power of 2, which rounding leaves as it is
+    (Triton's interpreter rounds to 8 bits wrongly)."""
+
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = 100 * _values(generator, device, torch.float32, num_rows, in_features)
+        x[:, 5] = 448.0
+        sizes = 2.0 ** torch.arange(-7, num_rows - 7).remainder(14)[:, None]
+        x = (x.clamp(-448, 448).to(CODES).float() / 256 / sizes.to(device)).bfloat16()
+        values = _values(generator, device, torch.float32, out_features, in_features)
+        weight = scaled(values / in_features**0.5, CHANNEL)
+        bias = _values(generator, device, torch.bfloat16, out_features) if has_bias else None
+        expected = x.double() @ weight.values(torch.float64).T
+        expected = expected if bias is None else expected + bias
+        error = _worst(ops.scaled_linear(x, weight, bias), expected, torch.bfloat16)
+        return error * TOLERANCE[dtype] / TOLERANCE[torch.bfloat16]
+
+    return run
+
+
 def gated_case(num_rows: int, size: int, in_features: int, has_bias: bool = False) -> Case:
     """Large values, of which exp overflows, must give finite ones."""
 
@@ -165,6 +188,10 @@ CASES: dict[str, Case] = {
     "product of 64 rows, few features": product_case(64, 512, 256),
     "product of 40 rows": product_case(40, 16384, 256),
     "product over many columns": product_case(20, 64, 8192),
+    "8-bit product of one row": scaled_case(1, 64, 256),
+    "8-bit product of no rows": scaled_case(0, 64, 256),
+    "8-bit product of 24 rows with a bias": scaled_case(24, 512, 272, has_bias=True),
+    "8-bit product of 512 rows": scaled_case(512, 256, 512),
     "gated product of one row": gated_case(1, 64, 256),
     "gated product of no rows": gated_case(0, 64, 256),
     "gated product of an odd size": gated_case(3, 50, 70),

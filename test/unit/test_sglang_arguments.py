@@ -105,7 +105,7 @@ def test_a_usual_set_that_is_refused_names_the_remedy_in_one_line(
 
 def test_most_usual_sets_start() -> None:
     assert len(WORKING) + len(WITHOUT_EFFECT) >= 50
-    assert len({*WORKING, *WITHOUT_EFFECT, *REFUSED_SETS}) == 87
+    assert len({*WORKING, *WITHOUT_EFFECT, *REFUSED_SETS}) == 91
 
 
 def test_a_refusal_comes_before_anything_large_is_loaded() -> None:
@@ -292,7 +292,8 @@ def test_flags_that_both_have_take_the_default_and_the_names_of_sglang(name: str
         ("--dp 4", "--dp 4: SGLang has this and this runtime does not"),
         ("--data-parallel-size=4", "--data-parallel-size 4: SGLang has this"),
         ("--dp=4", "is one server"),
-        ("--quantization fp8", "--quantization fp8: SGLang has this"),
+        ("--quantization awq", "--quantization awq: SGLang has this"),
+        ("--kv-cache-dtype fp8_e4m3", "attention over KV of 8 bits is not built"),
         ("--lora-paths a=b c=d", "--lora-paths a=b c=d: SGLang has this"),
         ("--numa-node 0 --dp 2", "--dp 2: SGLang has this"),
         ("--attention-backend none", "--attention-backend none must be one of flashinfer, "),

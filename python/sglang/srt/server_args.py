@@ -107,6 +107,12 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         "`auto` is the checkpoint's type on a GPU and float32 on a CPU.",
         choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
+    quantization: str | None = flag(
+        None,
+        "`fp8` holds the weights of linear layers in 8 bits that the files have in 16 or 32, with a"
+        " scale for each output. Default: as the files have them.",
+        choices=("fp8",),
+    )
     weight_version: str = flag("default", "Label of the weights, until an update changes it.")
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
     sampling_defaults: str = flag(

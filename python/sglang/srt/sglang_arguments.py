@@ -168,6 +168,7 @@ def own_arguments(given: Mapping[str, Any], flags_class: type, spell: Spelling) 
         kind, entry = class_of(name, value, name not in missing)
         if kind == NO_EFFECT:
             idle.setdefault(entry, []).append(said)
+        if kind == NO_EFFECT or entry.values:
             value = entry.becomes
         if name not in missing and value is not None:
             _check_choice(own.get(name), value, said)

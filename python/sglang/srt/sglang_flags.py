@@ -69,6 +69,11 @@ _WORKS = (
         "quantization speculative_draft_model_quantization",
         ("unquant", "none"),
     ),
+    Entry(
+        "the form of weights of 8 bits is that of config.json",
+        "quantization",
+        ("compressed-tensors",),
+    ),
 )
 
 _NO_EFFECT = (
@@ -282,9 +287,26 @@ _REFUSED = (
     ),
     Entry(
         _GIVE_WEIGHTS,
-        "quantization quantization_param_path quantize_and_serve torchao_config modelopt_quant"
+        "quantization_param_path quantize_and_serve torchao_config modelopt_quant"
         " modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path"
         " rl_quant_profile speculative_draft_model_quantization",
+    ),
+    Entry(
+        f"{_GIVE_WEIGHTS}, or in fp8",
+        "quantization",
+        (
+            *("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "gguf", "modelopt"),
+            *(
+                "modelopt_fp4",
+                "modelopt_fp8",
+                "mxfp4",
+                "mxfp8",
+                "marlin",
+                "moe_wna16",
+                "petit_nvfp4",
+            ),
+            *("qoq", "w4afp8", "w8a8_fp8", "w8a8_int8", "auto-round", "blockwise_int8"),
+        ),
     ),
     Entry(
         _GIVE_WEIGHTS,
@@ -315,8 +337,8 @@ _REFUSED = (
         "checkpoint_engine_wait_weights_before_ready",
     ),
     Entry(
-        "leave it out: KV has the type of --dtype; a lower --mem-fraction-static or"
-        " --max-total-tokens makes its pool smaller",
+        "leave it out: KV has the type of --dtype, since attention over KV of 8 bits is not built;"
+        " a lower --mem-fraction-static or --max-total-tokens makes its pool smaller",
         "kv_cache_dtype speculative_draft_kv_cache_dtype",
     ),
     Entry(

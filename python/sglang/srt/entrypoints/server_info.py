@@ -29,7 +29,6 @@ AS_BUILT = {
     "is_embedding": False,
     "trust_remote_code": False,
     "kv_cache_dtype": "auto",
-    "quantization": None,
 }
 
 

@@ -80,6 +80,7 @@ def resolve(
         ConfigError: the message names the flag and the remedy.
     """
     check_numbers(args)
+    model = replace(model, rounds_weights=args.quantization is not None)
     device = _device(args, platform)
     check_ranks(args, model)
     context_len = context_len_of(args, model)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.ops.chosen_experts import Chosen, choose_experts, sum_of_chosen
+from sglang.srt.layers.scaled_weight import CODES, LARGEST, ScaledWeight
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
 
@@ -66,6 +67,23 @@ def _silu_and_mul_kernel(
     gate = tl.load(gate_up_ptr + row * 2 * size + place, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + place, mask=mask, other=0.0)
     tl.store(out_ptr + row * size + place, _silu_times(gate, up), mask=mask)
+
+
+@triton.jit(do_not_specialize=["early"])
+def _round_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, size, largest, BLOCK: tl.constexpr, PDL: tl.constexpr, early
+):  # fmt: skip
+    """One program per row of `size` elements: its largest becomes `largest`."""
+    begin(PDL, early)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    mask = place < size
+    x = tl.load(x_ptr + row * size + place, mask=mask, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(x), 0)
+    scale = tl.where(most > 0, most / largest, 1.0)
+    codes = tl.clamp(x / scale, -largest, largest).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * size + place, codes, mask=mask)
+    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -226,6 +244,22 @@ class TritonOps:
     ) -> torch.Tensor:
         out = self._few_rows(x, weight, bias, is_gated=False)
         return F.linear(x, weight, bias) if out is None else out
+
+    def scaled_linear(
+        self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        (num_rows, size), x = x.shape, x.contiguous()
+        if num_rows == 0:
+            return x.new_empty((0, len(weight.codes)))
+        codes = torch.empty_like(x, dtype=CODES)
+        scales = x.new_empty((num_rows, 1), dtype=torch.float32)
+        _round_rows_kernel[(num_rows,)](
+            x, codes, scales, size, LARGEST, BLOCK=triton.next_power_of_2(size),
+            num_warps=8 if size > 1024 else 4, **self._launch(num_rows),
+        )  # fmt: skip
+        return torch._scaled_mm(
+            codes, weight.codes.t(), scales, weight.scales.t(), bias=bias, out_dtype=x.dtype
+        )
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

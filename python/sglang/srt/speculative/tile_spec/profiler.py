@@ -203,7 +203,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
     fields = {name: getattr(config, name) for name in TIMED_FIELDS}
     graphs = [] if keys is None else [dataclasses.astuple(key) for key in keys.all]
     return {
-        "model": _digest(config.model.hf),
+        "model": _digest([config.model.hf, config.model.rounds_weights]),
         "code of the model": config.model.impl,
         "setting": _digest([fields, sorted(config.draft_steps)]),
         "set of graphs": _digest(graphs),
