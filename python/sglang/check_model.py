@@ -49,6 +49,7 @@ from sglang.srt.registry import MODELS, OWN, TRANSFORMERS, TRANSFORMERS_MODEL, l
 from sglang.srt.tensor_headers import (
     Headers,
     bytes_by_type,
+    count_values,
     num_kv_values,
     read_all_headers,
     read_headers,
@@ -56,6 +57,7 @@ from sglang.srt.tensor_headers import (
 )
 from sglang.srt.tokenizer import TokenizerError
 from sglang.srt.transformers_config import text_entries, why_not_installed
+from sglang.srt.weight_format import CHANNEL, WeightFormat, format_of
 
 GIB = 1 << 30
 EMBEDDING = "model.embed_tokens.weight"
@@ -173,14 +175,14 @@ def _look_at_model(
     headers, num_files = read_all_headers(folder)
     findings.row("weights", _weights(headers, num_files))
     values = num_kv_values(headers)
-    problem = unread_weight(headers)
+    problem = unread_weight(headers, format_of(entries))
     if config is not None and is_own:
         problem = problem or _mismatch(config, headers, values)
         values = _kv_values(config)
     if problem is not None:
         raise ModelPathError(f"{folder} {problem}")
     dtype = config.dtype if config else _dtype(text_entries(entries))
-    _look_at_memory(findings, headers, values, dtype, device_bytes)
+    _look_at_memory(findings, headers, format_of(entries), values, dtype, device_bytes)
     findings.row("drafters", _drafters(folder, text_entries(entries), config, headers))
     names = [file.name for file in folder.iterdir()]
     if not any(matching(names, each) for each in TOKENIZERS):
@@ -260,6 +262,7 @@ def _dtype(entries: Mapping[str, Any]) -> str:
 def _look_at_memory(
     findings: Findings,
     headers: Headers,
+    form: WeightFormat,
     num_values: int | None,
     dtype: str,
     device_bytes: int | None,
@@ -276,7 +279,14 @@ def _look_at_memory(
         raise ModelPathError(
             f"dtype in config.json is {dtype!r:.40}, none of {known}; see --dtype."
         )
-    weights = sum(header.size for header in headers.values()) * DTYPE_BYTES[dtype]
+    num_short, num_all = count_values(headers)
+    holds_short = total is None or (form == CHANNEL and dtype == "bfloat16")
+    weights = num_all * DTYPE_BYTES[dtype]
+    if num_short and holds_short:
+        weights -= num_short * (DTYPE_BYTES[dtype] - 1)
+        short = f"{_in_gib(num_short)} of them fp8"
+    else:
+        short = "fp8 becomes that" if num_short else ""
     host = available_bytes()
     room = int(total * GPU_STATIC_SHARE) if total is not None else host
     where = (
@@ -292,7 +302,8 @@ def _look_at_memory(
     left = room - weights
     if total is None:
         left = min(left, int(host * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
-    findings.row("memory", f"weights {_in_gib(weights)} as {dtype}, of {where}")
+    as_type = f"as {dtype}{short and f' ({short})'}"
+    findings.row("memory", f"weights {_in_gib(weights)} {as_type}, of {where}")
     if num_values is None:
         findings.notes.append("Its layers have names of their own, so KV cannot be counted here.")
         return

@@ -25,7 +25,7 @@ def write_shard(path: Path, shapes: Shapes, dtype: str = "BF16") -> None:
     """Writes a safetensors file: the length of its header, the header, zeros."""
     header, end = {}, 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * (2 if dtype == "BF16" else 1)
+        size = math.prod(shape) * (2 if dtype.endswith("16") else 1)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()

@@ -106,8 +106,71 @@ def test_weights_of_another_type_are_a_problem_whatever_config_json_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_model(tmp_path, LLAMA, {})
-    write_shard(tmp_path / "model.safetensors", shapes_of(LLAMA), "F8_E4M3")
-    assert "of type F8_E4M3, which is not read; use the checkpoint in" in said(capsys, 1, folder)
+    write_shard(tmp_path / "model.safetensors", shapes_of(LLAMA), "F8_E5M2")
+    assert "of type F8_E5M2, which is not read; use the checkpoint in" in said(capsys, 1, folder)
+
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 16]}}
+KEY = "model.layers.3.self_attn.k_proj"
+
+
+def write_fp8(folder: Path, config: dict[str, Any], change: dict[str, list[int]]) -> str:
+    """A model whose keys and values have 8 bits, with scales; what `change` gives no shape is not
+    there."""
+    wide = {name: shape for name, shape in shapes_of(LLAMA).items() if "_proj" not in name}
+    short = {name: shape for name, shape in shapes_of(LLAMA).items() if "_proj" in name} | {
+        name: shape for name, shape in change.items() if name.endswith(".weight")
+    }
+    scales = {name.replace(".weight", ".weight_scale_inv"): [2, 2] for name in short}
+    scales |= {name: shape for name, shape in change.items() if name not in short}
+    path = write_model(folder, config, {})
+    files = {"BF16": wide, "F8_E4M3": short, "F16": scales}
+    index = {}
+    for dtype, shapes in files.items():
+        there = {name: shape for name, shape in shapes.items() if shape}
+        write_shard(folder / f"{dtype}.safetensors", there, dtype)
+        index |= dict.fromkeys(there, f"{dtype}.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({f"{KEY}.weight_scale_inv": []}, f"'{KEY}.weight' of 8 bits, but no scale of it"),
+        ({f"{KEY}.weight": []}, "but no weight of 8 bits that it belongs to"),
+        ({f"{KEY}.weight_scale_inv": [2, 3]}, "of shape [2, 3], but its weight of shape [16, 32]"),
+        ({"model.norm.weight_scale": [1]}, "but no weight of 8 bits"),
+    ],
+)
+def test_missing_and_wrong_scales_are_a_problem(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, list[int]],
+    expected: str,
+) -> None:
+    assert expected in said(capsys, 1, write_fp8(tmp_path, {**LLAMA, **FP8}, change))
+
+
+@pytest.mark.parametrize(
+    ("block", "memory"), [([8, 16], "becomes that"), (None, "0.0 MiB of them fp8")]
+)
+def test_weights_of_8_bits_count_as_they_are_held_on_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], block: list[int] | None, memory: str
+) -> None:
+    entries = {"quant_method": "fp8", "weight_block_size": block}
+    change = (
+        {}
+        if block
+        else {
+            f"{KEY[:13]}{layer}.self_attn.{name}.weight_scale_inv": [1]
+            for layer in range(4)
+            for name in ("k_proj", "v_proj")
+        }
+    )
+    folder = write_fp8(tmp_path, {**LLAMA, "quantization_config": entries}, change)
+    assert memory in rows(said(capsys, 0, folder, "--device-memory", "1"))["memory"]
 
 
 def test_a_model_larger_than_the_memory_is_a_problem(

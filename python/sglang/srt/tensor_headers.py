@@ -15,6 +15,14 @@ from sglang.srt.head_layouts import numbered_on
 from sglang.srt.model_config import ModelPathError
 from sglang.srt.model_families import ORIGINAL
 from sglang.srt.model_files import weight_names, why_no_weights
+from sglang.srt.weight_format import (
+    SCALES,
+    STORED_TYPE,
+    UNREAD_SCALES,
+    WEIGHT,
+    WeightFormat,
+    scale_names,
+)
 
 BITS = re.compile(r"\d+")  # the first number in the name of a type; BOOL takes a byte
 READ_TYPES = frozenset({"F64", "F32", "BF16", "F16"})  # of weights that models have
@@ -93,13 +101,43 @@ def num_kv_values(headers: Mapping[str, TensorHeader]) -> int | None:
     return sums["k_proj"] + sums["v_proj"] + (fused and fused - sums["o_proj"]) or None
 
 
-def unread_weight(headers: Mapping[str, TensorHeader]) -> str | None:
-    """Describes a weight of a type that no model here reads; None if there is none."""
+def unread_weight(headers: Mapping[str, TensorHeader], form: WeightFormat) -> str | None:
+    """Describes a weight that no model here reads, by its type or its scales; None if there is
+    none.
+
+    Args:
+        form: of weights of 8 bits, by config.json.
+    """
     for name, header in headers.items():
-        if name.rpartition(".")[2] in WEIGHTS and header.dtype not in READ_TYPES:
+        module, _, last = name.rpartition(".")
+        scales = [headers[each] for each in scale_names(name) if each in headers]
+        if last == WEIGHT and header.dtype == STORED_TYPE and len(header.shape) == 2:
+            if not scales:
+                return f"has a weight {name!r} of 8 bits, but no scale of it; is it complete?"
+            if problem := form.problem(scales[0].shape, header.shape):
+                return f"has scales of {name!r} {problem}"
+        elif last in WEIGHTS and header.dtype not in READ_TYPES:
             said = f"has a weight {name!r} of type {header.dtype}, which is not read"
-            return f"{said}; use {ORIGINAL}."
+            return f"{said}; use {ORIGINAL}, or fp8 with scales."
+        elif last in SCALES and not _has_8_bits(headers, f"{module}.{WEIGHT}"):
+            return f"has {name!r}, but no weight of 8 bits that it belongs to"
     return None
+
+
+def count_values(headers: Mapping[str, TensorHeader]) -> tuple[int, int]:
+    """Counts the values of weights: those of 8 bits, but of experts, and all."""
+    ends = tuple(f".{each}" for each in (*SCALES, *UNREAD_SCALES))
+    weights = {name: each for name, each in headers.items() if not name.endswith(ends)}
+    short = sum(
+        header.size
+        for name, header in weights.items()
+        if header.dtype == STORED_TYPE and ".experts." not in name
+    )
+    return short, sum(header.size for header in weights.values())
+
+
+def _has_8_bits(headers: Mapping[str, TensorHeader], name: str) -> bool:
+    return name in headers and headers[name].dtype == STORED_TYPE
 
 
 def _files(folder: Path) -> tuple[list[str], list[str]]:

@@ -33,6 +33,7 @@ RESOLVED: dict[str, Any] = {
     "kv_bytes_per_token": 8,
     "kv_size_reason": "why",
     "num_parameters": 1,
+    "weights": "",
     "draft_models": [],
     "draft_tiers": [],
     "context_len": 50,
@@ -95,6 +96,13 @@ def test_a_relative_model_path_is_told_as_an_absolute_one(
     config = load_model_config("./model")
     told = describe_model(ServerArgs(model_path="./model"), config, "v")
     assert told["model_path"] == str(tmp_path / "model")
+
+
+def test_the_summary_says_how_weights_of_8_bits_are_held() -> None:
+    info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
+    info.resolved.update(weights="fp8 in 3 of 4 products")
+    lines = describe_start(ServerArgs(model_path="m"), info, {}).splitlines()
+    assert "    weights      fp8 in 3 of 4 products" in lines
 
 
 @pytest.mark.parametrize(("impl", "told"), [("own", "(A, 0.0 M"), ("transformers", "(A, by")])

@@ -132,8 +132,10 @@ def describe_start(
     pool_mib = found["max_total_num_tokens"] * found["kv_bytes_per_token"] >> 20
     rows = (
         ("model", _describe_model(found)),
+        *_describe_weights(found),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
         *(("", each["remark"]) for each in found["draft_models"] if each["remark"]),
+        *(row for model in found["draft_models"] for row in _describe_weights(model)),
         *_describe_drafters(scheduler.drafters),
         *_describe_drafts(server_args, found),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
@@ -186,6 +188,11 @@ def _describe_model(model: dict[str, Any]) -> str:
     parameters = f"{model['num_parameters'] / 1e6:,.1f} M parameters"
     code = ", by transformers' code" if model["model_impl"] == TRANSFORMERS else ""
     return f"{model['path']} ({model['architecture']}{code}, {parameters})"
+
+
+def _describe_weights(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """Says how the weights of a model are held; nothing where all have the model's type."""
+    return [("weights", model["weights"])] if model["weights"] else []
 
 
 def _describe_chunks(schedule: dict[str, Any]) -> str:

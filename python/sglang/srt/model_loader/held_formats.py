@@ -50,6 +50,16 @@ def hold_in_8_bits(
             module.hold_in(form)
 
 
+def remark_on_weights(model: Model, config: ModelConfig) -> str:
+    """Says how many products have weights of 8 bits; empty if nothing asks for any."""
+    layers = [each for each in model.modules() if isinstance(each, Linear)]
+    num_held = sum(each.form is not None for each in layers)
+    form, says_so = config.weight_format, any(config.hf.get(name) for name in QUANTIZATION)
+    if num_held:
+        return f"fp8 with {form} in {num_held} of {len(layers)} products"
+    return f"fp8 with {form} in the files, held as values of --dtype" if says_so else ""
+
+
 def _stored_in_8_bits(model: Model, config: ModelConfig) -> frozenset[str]:
     """Returns the model's names of the weights that its files have so."""
     names = model.checkpoint_names

@@ -80,7 +80,6 @@ def resolve(
         ConfigError: the message names the flag and the remedy.
     """
     check_numbers(args)
-    model = replace(model, rounds_weights=args.quantization is not None)
     device = _device(args, platform)
     check_ranks(args, model)
     context_len = context_len_of(args, model)
@@ -88,7 +87,7 @@ def resolve(
     captures = _captures_graphs(args, device)
     planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
-        model=model,
+        model=replace(model, rounds_weights=args.quantization is not None),
         load_format=args.load_format,
         device=device,
         dtype=dtype_of(args, model, device),

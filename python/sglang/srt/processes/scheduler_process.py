@@ -159,6 +159,7 @@ def _described(model: ModelConfig, runner: ModelRunner) -> dict[str, Any]:
         "architecture": model.architecture,
         "model_impl": model.impl,
         "num_parameters": runner.num_parameters,
+        "weights": runner.weights.remark,
     }
 
 

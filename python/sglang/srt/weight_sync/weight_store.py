@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool import hand_back_unused
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_loader.held_formats import remark_on_weights
 from sglang.srt.model_loader.loader import WeightPlaces
 from sglang.srt.models.model import Model
 from sglang.srt.weight_sync.weight_reader import (
@@ -33,6 +34,7 @@ class WeightStore:
 
     Attributes:
         places: where each weight belongs.
+        remark: says in the start-up summary how weights are held, if some have 8 bits.
         reader: reads new weights of this model.
         is_released: the weights have no memory; no step may run.
         num_updates: how often weights have been replaced.
@@ -45,6 +47,7 @@ class WeightStore:
     def __init__(self, model: Model, config: ModelConfig) -> None:
         self.places = WeightPlaces(model, config)
         self.reader = WeightReader({TARGET: self.places})
+        self.remark = remark_on_weights(model, config)
         # Tied parameters share one. Buffers, such as the rotary table, stay.
         storages = {
             parameter.untyped_storage().data_ptr(): parameter.untyped_storage()
