@@ -175,6 +175,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
     add("--device", default="auto")
     add("--attention-backend")
+    add("--quantization", help="the server's flag")
     add("--tp-size", type=int, default=1, help="the server's flag")
     add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
     add_schedule_options(parser)
@@ -194,6 +195,7 @@ def main() -> None:
             load_format="dummy",
             device=arguments.device,
             attention_backend=arguments.attention_backend,
+            quantization=arguments.quantization,
             tp_size=arguments.tp_size,
             max_running_requests=arguments.max_running_requests,
             log_level="error",
@@ -208,6 +210,7 @@ def main() -> None:
                 "geometry": arguments.geometry,
                 "divided_by": arguments.divide,
                 "attention_backend": arguments.attention_backend or "default",
+                "weights": info["resolved"]["weights"],
                 "tp_size": arguments.tp_size,
                 "start_s": round(time.perf_counter() - began, 1),
                 "max_running_requests": arguments.max_running_requests,

@@ -267,7 +267,7 @@ def test_one_tensor_may_be_sent_without_lists(server: Server) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"restore_weights_before_load": True}])
-def test_there_are_no_quantized_weights_to_process(server: Server, body: dict[str, Any]) -> None:
+def test_quantized_weights_need_no_processing(server: Server, body: dict[str, Any]) -> None:
     answer = server.post("/post_process_weights", body)
     assert (answer.status_code, answer.json()["success"]) == (200, True)
     wrong = server.post("/post_process_weights", {"post_process_quantization": "x"})

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError
 
-NOTHING_TO_DO = "No weight here is quantized: updates are taken over as they come."
+NOTHING_TO_DO = "Updates of weights in fp8 are rounded as they are read: there is nothing to do."
 NO_PULL = (
     "pull_weights: this server keeps no checkpoint that deltas could be applied to. Let the trainer"
     " send whole weights: slime's --update-weight-mode full, by --update-weight-transport nccl or"
@@ -37,7 +37,7 @@ def add_trainer_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/post_process_weights", openapi_extra=body_of(PostProcessWeightsReqInput, False))
     async def post_process_weights(request: Request) -> Response:
-        """Prepares quantized weights for an update, or for use after one; there are none here."""
+        """Prepares quantized weights for an update, or for use after one; updates do so here."""
         raw = await read_body(request, state.server_args.max_request_bytes)
         try:
             make_body(PostProcessWeightsReqInput, parse_json_object(raw if raw.strip() else b"{}"))
