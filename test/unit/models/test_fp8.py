@@ -310,20 +310,23 @@ def test_drafts_of_ngrams_change_no_token(folders: Callable[[str], tuple[Path, P
 
 
 def test_drafts_of_a_head_that_reads_its_layers_change_no_token(tmp_path: Path) -> None:
+    """The head has 8 bits too, and drafts as its values do."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 8}
     changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
     source = make_random_model(
         "llama", tmp_path / "plain", **sizes, **changes, tie_word_embeddings=False
     )
     target, _ = write_fp8(source, tmp_path, "block")
-    head = write_eagle3_head(tmp_path / "head", target)
-    drafter = eagle_config_for(target, head, EAGLE3, 2)
+    plain_head = write_eagle3_head(tmp_path / "head", target)
+    heads = write_fp8(plain_head, tmp_path / "heads", "channel")
+    drafter, other = (eagle_config_for(target, head, EAGLE3, 2) for head in heads)
     asked = [
         Request(each.prompt[:40], {"max_new_tokens": 16, **each.params}) for each in requests(VOCAB)
     ]
     setup = setup_for(2)
     served = serve(target, setup, drafter, asked)
     assert served.seen["fed"]
+    assert served.seen == serve(target, setup, other, asked).seen
     assert_same(served.outcomes, serve(target, setup, None, asked).outcomes)
 
 
