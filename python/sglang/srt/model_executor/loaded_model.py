@@ -6,6 +6,7 @@ import torch
 
 from sglang.srt.layers.layer_runtime import Collectives
 from sglang.srt.mem_cache.kv_memory import KVGeometry
+from sglang.srt.mem_cache.memory_pool import hand_back_unused
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
@@ -39,6 +40,7 @@ class LoadedModel:
             self.model = load_model(
                 config.model, config.load_format, config.row_width, dtype, config.device
             )
+        hand_back_unused(torch.device(config.device))  # of rounding weights
         self.config = config
         self.weights = WeightStore(self.model, config.model)
         self.geometry = KVGeometry.of(config.model, dtype)
