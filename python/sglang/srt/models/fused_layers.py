@@ -8,7 +8,7 @@ first run, on the meta device, shows which tensor reaches which module.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,65 +29,55 @@ Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class LayerForm(NamedTuple):
-    """The names of a layer's parts in h = x + after_attention(attention(before_attention(x))) and
-    y = h + after_mlp(mlp(before_mlp(h))); None where there is no norm.
+    """The parts of a layer that computes h = x + first(x), then h + second(h), part by part.
 
     Attributes:
-        dropped: arguments of the layer that attention does not get.
+        first: has attention.
+        second: begins with a norm.
     """
 
-    before_attention: str
+    first: tuple[str, ...]
     attention: str
-    after_attention: str | None
-    before_mlp: str
-    mlp: str
-    after_mlp: str | None
-    dropped: frozenset[str]
+    second: tuple[str, ...]
 
 
 class StepLayer(nn.Module):
-    """A layer of a `LayerForm`. Its second add is fused with the norm that reads its output.
+    """A layer of a `LayerForm`. Its adds are fused with the norms that read the sums.
 
     Attributes:
-        next_norm: that norm, once the first run has shown it; in a tuple, as it is no submodule.
-        is_last: of rows that nobody reads it computes no more than attention.
+        next_norm: the one that reads the layer's output, once the first run has shown it.
+        is_last: of rows that nobody reads it computes no more than `first`.
     """
 
     def __init__(self, replaced: nn.Module, form: LayerForm, step: CurrentStep) -> None:
         super().__init__()
         for name, child in replaced.named_children():
             self.add_module(name, child)
-        self._form, self._step = form, step
-        self._names = [*inspect.signature(type(replaced).forward).parameters][2:]
-        self.next_norm: tuple[StepNorm, ...] = ()
+        self._form, self._step, self._names = form, step, _names_of(replaced)
+        self.next_norm = list[StepNorm]()
         self.is_last = False
 
     def forward(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        form, step = self._form, self._step
-        given = {**dict(zip(self._names, more, strict=False)), **named}
-        given = {name: value for name, value in given.items() if name not in form.dropped}
-        x = self._part(form.before_attention, hidden_states)
-        x, *_ = self._modules[form.attention](hidden_states=x, **given)  # type: ignore[misc]
-        if self.is_last and step.wanted is not None:
-            x, hidden_states = x[:, step.wanted], hidden_states[:, step.wanted]
-        x = self._part(form.after_attention, x)
-        norm = self._modules[form.before_mlp]
+        x = residual = hidden_states
+        for name in self._form.first:
+            part = self.get_submodule(name)
+            if name == self._form.attention:
+                x, *_ = part(x, **dict(zip(self._names, more, strict=False)), **named)
+            else:
+                x = part(x)
+        if self.is_last and self._step.wanted is not None:
+            x, residual = x[:, self._step.wanted], residual[:, self._step.wanted]
+        norm, *others = (self.get_submodule(name) for name in self._form.second)
         assert isinstance(norm, StepNorm)
-        x, total = norm.of_sum(x, hidden_states)
-        x = self._part(form.after_mlp, self._part(form.mlp, x))
-        if not self.next_norm:
-            total = total + x
-            step.output = LayerOutput(total, self._show_norm)
-            return total
-        normed, total = self.next_norm[0].of_sum(x, total)
-        step.output = LayerOutput(total, self._show_norm, self.next_norm[0], normed)
+        x, residual = norm.of_sum(x, residual)
+        for part in others:
+            x = part(x)
+        if self.next_norm:
+            normed, total = self.next_norm[0].of_sum(x, residual)
+        else:
+            normed, total = None, x + residual
+        self._step.output = LayerOutput(total, self.next_norm, normed)
         return total
-
-    def _show_norm(self, norm: StepNorm) -> None:
-        self.next_norm = (norm,)
-
-    def _part(self, name: str | None, x: torch.Tensor) -> torch.Tensor:
-        return x if name is None else self._modules[name](x)  # type: ignore[misc]
 
 
 class StepRotations:
@@ -194,91 +184,46 @@ def exchange_layers(model: nn.Module, step: CurrentStep) -> None:
 
 
 def form_of(layer: nn.Module) -> LayerForm | None:
-    """Returns the form of a layer, by the order in which its code calls its parts; None if it
-    computes anything else."""
-    parts = dict(layer.named_children())
-    norms = [name for name, each in parts.items() if isinstance(each, StepNorm)]
-    attention = [name for name, each in parts.items() if "layer_idx" in vars(each)]
-    others = [
-        name
-        for name, each in parts.items()
-        if name not in (*norms, *attention) and any(True for _ in each.parameters())
-    ]
-    has_own = any(True for _ in (*layer._parameters, *layer._buffers))
-    if len(attention) != 1 or len(others) != 1 or has_own:
+    """Returns the form of a layer; None if it computes anything else."""
+    children = dict(layer.named_children())
+    parts = [name for name, each in children.items() if any(True for _ in each.parameters())]
+    attention = [name for name in parts if "layer_idx" in vars(children[name])]
+    if len(attention) != 1 or layer._parameters or layer._buffers:
         return None
-    probes = {name: _Probe(number) for number, name in enumerate((*norms, *attention, *others))}
-    probes[attention[0]].gives_tuple = True
-    calls = list[_Probe]()
-    for probe in probes.values():
-        probe.calls = calls
-    names = [*inspect.signature(type(layer).forward).parameters][2:]
-    given = {name: object() for name in names}
+    given = {name: object() for name in _names_of(layer)}
+    order = list[str]()
+
+    def compute(names: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+        """Computes what each part computes, and no other does."""
+        for number in map(parts.index, names):
+            x = torch.tanh(x * (number + 1)) + number
+        return x
+
+    def call(name: str, hidden_states: torch.Tensor, **passed: object) -> object:
+        if passed != (given if name in attention else {}):
+            raise ValueError("attention gets other arguments than the layer")
+        order.append(name)
+        found = compute([name], hidden_states)
+        return (found, None) if name in attention else found
+
     own = {name: each for name, each in vars(layer).items() if not name.startswith("_")}
+    stand_ins = {name: partial(call, name) for name in parts}
     x = sample(1, 3, 8)
     try:
-        found = inspect.unwrap(type(layer).forward)(
-            SimpleNamespace(**{**own, **parts, **probes}), x, **given
-        )
+        code = inspect.unwrap(type(layer).forward)
+        found = code(SimpleNamespace(**{**own, **children, **stand_ins}), x, **given)
     except WRONG_CODE:
         return None
-    order = [name for call in calls for name, each in probes.items() if each is call]
-    passed = probes[attention[0]].named
-    is_passed_on = all(given.get(name) is value for name, value in passed.items())
-    form = _form_by(order, attention[0], others[0], frozenset(given) - frozenset(passed))
-    if form is None or not is_passed_on:
-        return None
-    return form if is_same(found, _compute(form, probes, x)) else None
+    for cut, begin in enumerate(order):
+        first, second = tuple(order[:cut]), tuple(order[cut:])
+        if attention[0] in first and isinstance(children[begin], StepNorm):
+            middle = x + compute(first, x)
+            if is_same(found, middle + compute(second, middle)):
+                return LayerForm(first, attention[0], second)
+    return None
 
 
-def _form_by(
-    order: list[str], attention: str, mlp: str, dropped: frozenset[str]
-) -> LayerForm | None:
-    """Reads a form off the order of calls; None if there is none of this order."""
-    if len({*order}) < len(order) or attention not in order or mlp not in order:
-        return None
-    first, second = order.index(attention), order.index(mlp)
-    before, between, after = order[:first], order[first + 1 : second], order[second + 1 :]
-    if len(before) != 1 or len(between) not in (1, 2) or len(after) > 1:
-        return None
-    after_attention = between[0] if len(between) == 2 else None
-    after_mlp = after[0] if after else None
-    return LayerForm(before[0], attention, after_attention, between[-1], mlp, after_mlp, dropped)
-
-
-def _compute(form: LayerForm, probes: Mapping[str, _Probe], x: torch.Tensor) -> torch.Tensor:
-    """Computes a form's output."""
-    for names in (
-        (form.before_attention, form.attention, form.after_attention),
-        (form.before_mlp, form.mlp, form.after_mlp),
-    ):
-        found = x
-        for name in names:
-            found = found if name is None else probes[name].compute(found)
-        x = x + found
-    return x
-
-
-class _Probe:
-    """Stands for a part of a layer: computes what no other part does, and notes how it is called.
-
-    Attributes:
-        calls: of all parts, in their order.
-        gives_tuple: the result is the first of several, as that of attention is.
-        named: what it was given beside its input.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.calls = list[_Probe]()
-        self.gives_tuple = False
-        self.named = dict[str, Any]()
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x * (self._number + 1)) + self._number
-
-    def __call__(self, hidden_states: torch.Tensor, **named: Any) -> Any:
-        self.calls.append(self)
-        self.named = named
-        found = self.compute(hidden_states)
-        return (found, None) if self.gives_tuple else found
+def _names_of(layer: nn.Module) -> list[str]:
+    """Returns the names of what a layer's code gets beside hidden states."""
+    names = inspect.signature(type(layer).forward).parameters.values()
+    return [each.name for each in [*names][2:] if each.kind is not each.VAR_KEYWORD]
