@@ -28,9 +28,9 @@ DRAFTS = {
     "speculative_num_steps": 4,
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 5,
+    "speculative_load_aware": "off",
 }
-# Each step drafts as many, whatever they are worth.
-FIXED = {"SGLANG_MTP_FIXED_K": "1", "SGLANG_TILE_SPEC_DRAFTS": "4"}
+FIXED_MASKS = "SGLANG_MTP_FIXED_K"  # each step predicts as many, whatever they are worth
 
 
 def perplexity(flags: dict[str, Any], prompts: list[list[int]]) -> float:
@@ -94,11 +94,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints a table, writes the result."""
     parser = make_parser(__doc__, "fp8_quality")
-    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--new-tokens", type=int, default=64)
     arguments = parser.parse_args()
-    os.environ.update(FIXED)
+    os.environ[FIXED_MASKS] = "1"
     result = {**describe_environment(), **measure(arguments)}
     for name, row in result["figures"].items():
         print(f"{name:28} {row['bfloat16']:8.4f} {row['fp8']:8.4f} {row['ratio']:8.4f}")

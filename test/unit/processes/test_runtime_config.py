@@ -117,9 +117,11 @@ def test_flags_reach_the_part_that_they_are_for(model: ModelConfig) -> None:
         disable_overlap_schedule=True,
         num_threads=2,
         random_seed=8,
+        quantization="fp8",
     )
     execution, scheduler = config.execution, config.scheduler
-    assert execution.model is config.model is model
+    assert config.model is model
+    assert execution.model == replace(model, rounds_weights=True)
     assert (execution.load_format, execution.dtype) == ("dummy", "bfloat16")
     assert (execution.context_len, execution.page_size) == (100, 16)
     assert (execution.max_total_tokens, execution.max_running_requests) == (640, 5)
