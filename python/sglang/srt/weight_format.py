@@ -36,8 +36,10 @@ class WeightFormat(NamedTuple):
         return -(-num_rows // self.rows), -(-num_columns // columns)
 
     def divides(self, cut: Cut | None) -> bool:
-        """Tells whether a part of a weight is made of whole blocks."""
-        return cut is None or cut.size % (self.rows, self.columns or cut.size)[cut.dim] == 0
+        """Tells whether parts of a weight of one size are made of whole blocks."""
+        if cut is None or not cut.size or cut.whole % cut.size:
+            return cut is None
+        return cut.size % (self.rows, self.columns or cut.size)[cut.dim] == 0
 
     def cut_of_scales(self, cut: Cut | None) -> Cut | None:
         """Returns the part of the scales that belongs to a part of the weight; None: all."""
