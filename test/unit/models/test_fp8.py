@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -362,9 +362,16 @@ def check_served(weights: Any, values: Tensors) -> None:
 def test_a_plain_model_takes_weights_of_8_bits_as_values(
     folders: Callable[[str], tuple[Path, Path]], other: Path
 ) -> None:
+    """Each tensor's memory may be used until the next one is asked for."""
     stored, values = folders("tensor")
     runner = make_runner(other, Setup())
-    runner.weights.apply(runner.weights.reader.from_directory(str(stored)))
+
+    def lent() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors_of(stored).items():
+            yield name, tensor
+            tensor.zero_()
+
+    runner.weights.apply(runner.weights.reader.from_tensors(lent()))
     assert not held(runner)
     assert torch.equal(logits_of(runner), logits_of(make_runner(values, Setup())))
 

@@ -3,32 +3,17 @@ into values, or values into numbers of 8 bits with scales."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.layers.scaled_weight import CODES, ScaledWeight, scaled
 from sglang.srt.model_loader.weight_checks import WeightMismatch
-from sglang.srt.weight_format import SCALE, SCALES, WEIGHT, WeightFormat
+from sglang.srt.weight_format import SCALE, SCALES, WEIGHT
 
-
-class Places(Protocol):
-    """Places of a model's weights, as `WeightPlaces` has them."""
-
-    form: WeightFormat
-
-    def find(self, name: str) -> torch.Tensor | None: ...
-
-    def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None: ...
-
-    def shape_of(self, name: str) -> list[int]: ...
-
-    def check_values(self, name: str, tensor: torch.Tensor) -> None: ...
-
-    def may_be_ignored(self, name: str) -> bool: ...
-
-    def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]: ...
+if TYPE_CHECKING:
+    from sglang.srt.model_loader.loader import WeightPlaces
 
 
 class ArrivingWeights:
@@ -41,8 +26,8 @@ class ArrivingWeights:
         WeightMismatch: by every method, for weights that do not fit.
     """
 
-    def __init__(self, places: Places, device: torch.device | None = None) -> None:
-        self._places, self._device = places, device
+    def __init__(self, places: WeightPlaces, device: torch.device | None = None) -> None:
+        self._places, self._form, self._device = places, places.form, device
         # By module; of what a model holds in 8 bits nothing waits.
         self._codes: dict[str, torch.Tensor | None] = {}
         self._scales: dict[str, tuple[str, torch.Tensor | None]] = {}
@@ -105,7 +90,7 @@ class ArrivingWeights:
             self._codes[module] = None if holds else tensor.clone()
         else:
             tensor = self._fitted(name, tensor, self._places.shape_of(weight))
-            self._scales[module] = name, None if holds else tensor
+            self._scales[module] = name, None if holds else tensor.clone()
         if holds:
             yield name, tensor
             return
@@ -114,10 +99,6 @@ class ArrivingWeights:
             made = ScaledWeight(self._moved(codes), self._moved(scales), self._form)
             yield from self._places.pieces_of(weight, made.values(torch.float32))
             self._codes[module], self._scales[module] = None, (name, None)
-
-    @property
-    def _form(self) -> WeightFormat:
-        return self._places.form
 
     def _fitted(self, name: str, scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Gives scales the shape of the model's, of a weight of that shape."""
@@ -133,7 +114,7 @@ class ArrivingWeights:
             )
         wanted = self._form.scales_shape(shape)
         values = scales.to(torch.float32)
-        return (values.view(1, 1) if values.numel() == 1 else values.view(wanted)).expand(wanted)
+        return values.reshape((1, 1) if values.numel() == 1 else wanted).expand(wanted)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._device is None else tensor.to(self._device)
