@@ -19,6 +19,7 @@ from jumping_tier import JUMPING, RESTING, jumping_tiers
 from request_choices import NGRAMS, OFF, choose_in_turn
 from sglang.srt.sampling.sampling_params import Speculative
 from sglang.srt.step.draft_shapes import TreeShape
+from tile_spec_rounds import RandomBudgets
 from utils import Setup
 
 torch.set_num_threads(1)
@@ -174,20 +175,27 @@ TAKE_NO_MODELS = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size", "choices"),
+    ("kind", "page_size", "choices", "is_cut"),
     [
-        (EAGLE3, 1, TAKE_NONE),
-        ("trees", 16, TAKE_NONE),
-        (DFLASH, 1, TAKE_NONE),
-        (EAGLE3, 1, TAKE_NO_MODELS),
-        (DFLASH, 16, TAKE_NO_MODELS),
+        (EAGLE3, 1, TAKE_NONE, False),
+        ("trees", 16, TAKE_NONE, False),
+        (DFLASH, 1, TAKE_NONE, False),
+        (EAGLE3, 1, TAKE_NO_MODELS, False),
+        (DFLASH, 16, TAKE_NO_MODELS, False),
+        (EAGLE3, 1, TAKE_NO_MODELS, True),
     ],
 )
 def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
-    paths: dict[str, Path], kind: str, page_size: int, choices: tuple[Speculative, ...]
+    paths: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    page_size: int,
+    choices: tuple[Speculative, ...],
+    is_cut: bool,
 ) -> None:
-    """The head is fed none of the rows of those who take no drafts, or those of n-grams. It has no
-    KV of theirs, so who shares a prefix of theirs is drafted for by what comes after it."""
+    """The head is fed none of the rows of those who take no drafts, or those of n-grams, in steps
+    that are cut too. It has no KV of theirs, so who shares a prefix of theirs is drafted for by
+    what comes after it."""
     tree = TreeShape(topk=2, depth=3, num_drafts=6) if kind == "trees" else None
     setup = Setup(
         num_pages=1024 // page_size,
@@ -197,11 +205,13 @@ def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
         context_len=CONTEXT,
         max_decode_rows=16,
     )
-    harness, drafter = compared(
-        paths, EAGLE3 if tree else kind, setup, tree=tree, has_ngrams=NGRAMS in choices
-    )
-    choose_in_turn(harness, choices)
-    serve_twice(harness)
+    options = {"has_ngrams": NGRAMS in choices, "prices": tmp_path if is_cut else None}
+    with RandomBudgets(0).chosen():
+        harness, drafter = compared(
+            paths, EAGLE3 if tree else kind, setup, tree=tree, **options
+        )
+        choose_in_turn(harness, choices)
+        serve_twice(harness)
     seen = drafter.seen
     assert seen["compared"] > 60, seen
     assert seen["confirmed"] > 10, seen
