@@ -207,9 +207,7 @@ def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
     )
     options = {"has_ngrams": NGRAMS in choices, "prices": tmp_path if is_cut else None}
     with RandomBudgets(0).chosen():
-        harness, drafter = compared(
-            paths, EAGLE3 if tree else kind, setup, tree=tree, **options
-        )
+        harness, drafter = compared(paths, EAGLE3 if tree else kind, setup, tree=tree, **options)
         choose_in_turn(harness, choices)
         serve_twice(harness)
     seen = drafter.seen

@@ -20,10 +20,11 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.shard import WHOLE
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, cliffs, folder_of
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 from utils import Setup, make_execution, make_random_llama
 
 CURVE = Curve((1, 8, 64), (1.5, 1.25, 9.0))
+PASSES = {1: PassPrices(CURVE), 2: PassPrices(Curve((4,), (2.0,)), 1e-5)}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ class Start:
             measure=self._measure("target", replace(prices, graphs_ms=now)),
         )
         self.target = contents(TileSpecProfiler(cache, target).target(meter))
-        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
+        drafts = DraftPrices(measured(head), PASSES)
         found = TileSpecProfiler(cache, head, target).head(self._measure("head", drafts))
         self.head = contents(found.extend), found.passes
 

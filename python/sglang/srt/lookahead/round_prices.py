@@ -76,7 +76,6 @@ class MeasuredRoundPrices:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
-        drafts_at_once: all draft steps are one pass, which reads KV once (P-EAGLE, DFlash).
         num_free: drafts of a chain from the head's pass over the rows of the target.
     """
 
@@ -85,7 +84,6 @@ class MeasuredRoundPrices:
     tree: TreeShape | None = None
     max_requests: int | None = None
     can_rest: bool = False
-    drafts_at_once: bool = False
     num_free: int = 1
 
     def __post_init__(self) -> None:
@@ -174,16 +172,15 @@ class MeasuredRoundPrices:
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
         """After the head's pass over the rows of the target. That of trees chooses the first beam,
         too."""
-        head, tree = self.head, self.tree
+        head, first_ms = self.head, 0.0
         if num_drafts == 0:
             return LatencyByKV(0.0, 0.0)
-        if tree is not None:
-            kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
-            return LatencyByKV(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
-        num_steps = num_drafts - self.num_free
-        first_ms = head.extend.head.at(num_reqs) if self.num_free else 0.0
-        if num_steps == 0:
-            return LatencyByKV(first_ms, 0.0)
-        num_passes = 1 if self.drafts_at_once else num_steps
-        kv_ms = num_passes * head.extend.kv_ms + num_steps * head.extend.row_kv_ms
-        return LatencyByKV(first_ms + head.passes[num_steps].at(num_reqs), kv_ms)
+        if self.tree is not None:
+            drafting = head.passes[self.tree]
+        else:
+            num_steps = num_drafts - self.num_free
+            first_ms = head.extend.head.at(num_reqs) if self.num_free else 0.0
+            if num_steps == 0:
+                return LatencyByKV(first_ms, 0.0)
+            drafting = head.chain(num_steps)
+        return LatencyByKV(first_ms + drafting.by_requests.at(num_reqs), drafting.kv_ms)

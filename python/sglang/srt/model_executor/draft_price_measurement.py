@@ -9,11 +9,13 @@ from functools import partial
 
 import torch
 
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices
+from sglang.srt.step.price_table import DraftPrices, PassPrices
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +33,36 @@ def measure_draft_prices(
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftPrices:
     """Measures the prices of a drafting model's runner: its graphs and larger steps, logits,
-    attention, and passes of draft steps or trees.
+    attention, and passes of draft steps or trees with what they read of KV.
 
     Args:
         max_requests, max_width, clock: as for `PriceMeter`.
         shapes: numbers of draft steps that passes may have, or trees that they may draft.
     """
     start = clock()
-    meter = PriceMeter(runner, max_requests, max_width, clock)
+    meter, model = PriceMeter(runner, max_requests, max_width, clock), runner.model
+    hidden_width = model.draft_hidden_width
+    block_size = model.block_size if isinstance(model, DraftHead) else None
     sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
 
-    def launch_of(shape: DraftShape, num_reqs: int) -> Launch:
-        first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width)
+    def run_of(shape: DraftShape) -> Callable[[ForwardBatch], object]:
         if isinstance(shape, TreeShape):
-            return lambda: runner.draft_trees(first, shape)
-        return lambda: runner.draft(first, shape)
+            return lambda first: runner.draft_trees(first, shape)
+        return lambda first: runner.draft(first, shape)
 
-    extend, passes = meter.measure(), dict[DraftShape, Curve]()
+    def launch_of(shape: DraftShape, num_reqs: int) -> Launch:
+        first = meter.random_step([1] * num_reqs, hidden_width)
+        return partial(run_of(shape), first)
+
+    extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
-        name = f"{shape} draft steps"
         if isinstance(shape, TreeShape):
-            name = f"trees of {shape.num_drafts} drafts"
+            name, num_slots = f"trees of {shape.num_drafts} drafts", shape.num_slots
+        else:
+            name, num_slots = f"{shape} draft steps", block_size or shape
         times = meter.times_of(sizes, partial(launch_of, shape), CPU_PASSES_S, name)
-        passes[shape] = shortest(times)
+        kv_ms = meter.pass_kv_ms(run_of(shape), hidden_width, 1 + num_slots)
+        passes[shape] = PassPrices(shortest(times), kv_ms)
     logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
     return DraftPrices(extend, passes)

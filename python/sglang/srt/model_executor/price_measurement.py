@@ -198,17 +198,8 @@ class PriceMeter:
     def _attention(self) -> tuple[float, float]:
         """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
         of the most rows, each with no KV and with much."""
-        count, length = KV_REQUESTS, KV_TOKENS
-        if self.is_cpu:
-            count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
-            step_s = self._once_ms(self._launch([self._max_width] * count)) / 1e3
-            if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
-                return 0.0, 0.0  # a large model: weights outweigh KV
-        count = max(1, min(count, self._max_requests))
-        longest = self._table.shape[1] - self._max_width
-        num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
-        length = min(length, longest, num_slots // count)
-        if length < 2:
+        count, length = self._kv_size(self._max_width)
+        if length == 0:
             return 0.0, 0.0
         with self._kv(count, length):
             narrow = self._kv_slope([1] * count, length, KV_REPEATS)
@@ -217,6 +208,45 @@ class PriceMeter:
             wide = self._kv_slope([self._max_width] * count, length, KV_REPEATS)
         per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
         return max(0.0, narrow - per_row), per_row
+
+    def pass_kv_ms(
+        self, run: Callable[[ForwardBatch], object], hidden_width: int, num_slots: int
+    ) -> float:
+        """Measures the milliseconds per token of KV of a pass, which `run` runs from its first step
+        of one row per request.
+
+        Args:
+            hidden_width: of what that step reads beside tokens; 0: nothing.
+            num_slots: of a request, that the pass writes to.
+        """
+        count, length = self._kv_size(num_slots)
+        if length == 0:
+            return 0.0
+
+        def launch_of(kv_len: int) -> Launch:
+            first = self.random_step([1] * count, hidden_width)
+            first = _over_kv(first, kv_len) if kv_len else first
+            return lambda: run(first)
+
+        with self._kv(count, length):
+            slope = self._slope(launch_of, length, KV_REPEATS) / count
+        return max(0.0, slope)
+
+    def _kv_size(self, num_rows: int) -> tuple[int, int]:
+        """Returns for how many requests, and with how many tokens of KV of each, the cost of KV is
+        measured, before `num_rows` rows of each; no tokens where that would take too long, or there
+        is no room."""
+        count, length = KV_REQUESTS, KV_TOKENS
+        if self.is_cpu:
+            count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
+            step_s = self._once_ms(self._launch([self._max_width] * count)) / 1e3
+            if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
+                return count, 0  # a large model: weights outweigh KV
+        count = max(1, min(count, self._max_requests))
+        longest = self._table.shape[1] - num_rows
+        num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
+        length = min(length, longest, num_slots // count)
+        return count, length if length > 1 else 0
 
     @contextmanager
     def _kv(self, count: int, length: int) -> Iterator[None]:
@@ -232,10 +262,16 @@ class PriceMeter:
 
     def _kv_slope(self, q_lens: list[int], length: int, repeats: int) -> float:
         """Returns the milliseconds per token of KV, of `length` before each request."""
+        launch_of = partial(self._launch, q_lens)
+        return self._slope(launch_of, length, repeats) / len(q_lens)
+
+    def _slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
+        """Returns the milliseconds per token before each request, by whose number `launch_of` makes
+        what is timed."""
         without, with_kv = (
-            min(self._times_ms(self._launch(q_lens, kv_len), repeats)) for kv_len in (0, length)
+            min(self._times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
         )
-        return (with_kv - without) / (len(q_lens) * length)
+        return (with_kv - without) / length
 
     def _prompt_attention(self) -> Curve:
         """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before

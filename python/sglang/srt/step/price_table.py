@@ -176,14 +176,36 @@ class PriceTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PassPrices:
+    """Prices of a pass that drafts, in milliseconds.
+
+    Attributes:
+        by_requests: with next to no KV.
+        kv_ms: for each token of KV before its first step, however many of its steps and rows read
+            that.
+    """
+
+    by_requests: Curve
+    kv_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_ms < 0:
+            raise ValueError("No time is below 0.")
+
+
+@dataclass(frozen=True, slots=True)
 class DraftPrices:
-    """Prices of a head over a target, in milliseconds.
+    """Prices of a head over a target.
 
     Attributes:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
-        passes: for each number of draft steps, or shape of trees, the time of a pass by requests,
-            with next to no KV.
+        passes: for each number of draft steps, or shape of trees.
     """
 
     extend: PriceTable
-    passes: Mapping[Any, Curve]
+    passes: Mapping[Any, PassPrices]
+
+    def chain(self, num_steps: int) -> PassPrices:
+        """Returns the prices of a pass of this many draft steps, or of the next larger number:
+        requests may take fewer drafts than any tier has."""
+        return self.passes[min(each for each in self.passes if each >= num_steps)]

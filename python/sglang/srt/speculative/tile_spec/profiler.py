@@ -35,7 +35,7 @@ from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
     row_kv_ms: Price
     prompt_kv_ms: Curve
     spread: Price
-    passes: list[tuple[int | TreeShape, Curve]]
+    passes: list[tuple[int | TreeShape, PassPrices]]
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
         names = [name for name in TABLE_FIELDS if name != "graphs_ms"]
@@ -150,7 +150,7 @@ class TileSpecProfiler:
         logger.info("Read prices of steps from %s.", self._path)
         return kept
 
-    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, Curve]) -> None:
+    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
         fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
         fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
         try:
