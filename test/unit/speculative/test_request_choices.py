@@ -3,12 +3,14 @@ without one, and nothing is done for who wants nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads import DFLASH, EAGLE, EAGLE3
 from drafted_serving import Drafted, serve
@@ -23,6 +25,7 @@ from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 
 torch.set_num_threads(1)
+ops = torch.ops.aten
 TREE = TreeShape(topk=2, depth=3, num_drafts=6)
 Made = Callable[[dict[str, Path], Path], Drafted]
 
@@ -120,25 +123,61 @@ def passes_of(harness: Any, number: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations of torch, but for those that only make a view or take memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not (func.is_view or func in (ops.new_empty.default, ops.flatten.using_ints)):
+            self.seen[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def launches_of_decodes(harness: Drafted) -> list[Counter[str]]:
+    """From now on, the operations of each step that feeds no prompt."""
+    found, worker = list[Counter[str]](), harness.scheduler._worker
+    launch = worker.forward_batch_generation
+
+    def counted(batch: Any) -> Any:
+        with Launches() as launches:
+            result = launch(batch)
+        if not any(batch.num_prompt_tokens):
+            found.append(launches.seen)
+        return result
+
+    vars(worker)["forward_batch_generation"] = counted
+    return found
+
+
 @pytest.mark.long_matrix
 @pytest.mark.parametrize(
-    ("kind", "policy"),
-    [(EAGLE, "fixed"), (EAGLE3, JUMPING), (DFLASH, "fixed"), (STANDALONE, "fixed")],
+    ("kind", "policy", "num_taps"),
+    [(EAGLE, "fixed", 0), (EAGLE3, JUMPING, 3), (DFLASH, "fixed", 3), (STANDALONE, "fixed", 0)],
 )
 def test_where_all_take_none_steps_are_those_of_a_server_without_a_drafter(
-    paths: dict[str, Path], kind: str, policy: str
+    paths: dict[str, Path], kind: str, policy: str, num_taps: int
 ) -> None:
-    """The same rows to the same slots, in as many steps; the drafter's model runs in none."""
+    """The same rows to the same slots, in as many steps. The drafter's model runs in none, and no
+    operation is launched for it, but those of the target's layers that write what it reads."""
     right = right_tokens(paths["target"])
     setup = setup_for(3, page_size=16, chunked_prefill_size=40)
-    plain = Served(paths, None, 0, setup)
+    plain = Served(paths, None, 0, setup, checks_kv=False)
     with jumping_tiers():
-        served = Served(paths, kind, 3, setup, tier_policy=policy)
+        served = Served(paths, kind, 3, setup, checks_kv=False, tier_policy=policy)
     served.may_lack = True
     expected, target, model = passes_of(plain, 0), passes_of(served, 0), passes_of(served, 1)
+    needed, launched = launches_of_decodes(plain), launches_of_decodes(served)
     choose_in_turn(served, (OFF,))
     serve(plain, right)
     ids = serve(served, right)
     assert model == []
     assert target == expected
+    taps = Counter({str(ops.add.out): num_taps})
+    assert len(launched) > 20
+    assert launched == [each + taps for each in needed]
     assert not any(served.outputs[each].accept_histogram for each in ids)
