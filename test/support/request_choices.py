@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafted_serving import Drafted
 from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
@@ -96,6 +97,39 @@ class ChoiceChecks:
         self.seen["packed"] += plan.counts.packed is not None
         count = self._random.randint(1, len(mosts))
         check_part(step, sorted(self._random.sample(range(len(mosts)), count)))
+
+
+NO_LAUNCH = (torch.ops.aten.new_empty.default, torch.ops.aten.flatten.using_ints)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations of torch, but for those that only make a view or take memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen[str(func)] += not (func.is_view or func in NO_LAUNCH)
+        return func(*args, **kwargs or {})
+
+
+def launches_of_decodes(harness: Drafted) -> list[Counter[str]]:
+    """From now on, the operations of each step that feeds no prompt and keeps no text."""
+    found, worker = list[Counter[str]](), harness.scheduler._worker
+    launch = worker.forward_batch_generation
+
+    def counted(batch: Any) -> Any:
+        with Launches() as launches:
+            result = launch(batch)
+        if not (any(batch.num_prompt_tokens) or batch.ended_texts):
+            found.append(launches.seen)
+        return result
+
+    vars(worker)["forward_batch_generation"] = counted
+    return found
 
 
 def check_part(step: ComputedStep, places: list[int]) -> None:

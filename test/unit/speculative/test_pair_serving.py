@@ -19,12 +19,12 @@ from draft_heads import DFLASH, EAGLE, EAGLE3
 from drafted_serving import Drafted, abort, nothing, pause, serve
 from drafter_checks import drafter_harness
 from eagle_models import STANDALONE, eagle_config_for, write_models
-from eagle_serving import right_tokens, setup_for
+from eagle_serving import group_for, right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from oracle import code_snippets
 from recorded_graphs import recorded_graphs, replayable_backends
-from request_choices import NGRAMS, OFF, choose_in_turn
+from request_choices import NGRAMS, OFF, choose_in_turn, launches_of_decodes
 from round_serving import Served as ServedGraphs
 from round_serving import right_tokens as right_of_graphs
 from round_serving import runners, setup_of, zero
@@ -250,6 +250,21 @@ def test_where_all_name_n_grams_a_head_drafts_nothing(
     serve(harness, right_tokens(paths["target"]))
     assert not calls
     assert harness.seen["confirmed"] > 20, harness.seen
+
+
+def test_where_all_take_none_nothing_is_launched_for_either_drafter(
+    paths: dict[str, Path],
+) -> None:
+    right, launched = right_tokens(paths["target"]), list[list[Counter[str]]]()
+    for drafter in (None, pair_of(paths, EAGLE)):
+        group = group_for(paths["target"], drafter, setup_for(NUM_STEPS))
+        harness = Drafted(group, drafter, setup_for(NUM_STEPS))
+        choose_in_turn(harness, (OFF,))
+        launched.append(launches_of_decodes(harness))
+        serve(harness, right)
+    plain, pair = launched
+    assert len(pair) > 20
+    assert pair == plain
 
 
 @pytest.mark.long_matrix

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads import DFLASH, EAGLE, EAGLE3
 from drafted_serving import Drafted, serve
@@ -19,13 +18,12 @@ from eagle_serving import Served, right_tokens, setup_for, tree_setup
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
-from request_choices import OFF, ChoiceChecks, choose_in_turn
+from request_choices import OFF, ChoiceChecks, choose_in_turn, launches_of_decodes
 from sglang.srt.speculative.ngram_worker import NgramDrafter
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
 
 torch.set_num_threads(1)
-ops = torch.ops.aten
 TREE = TreeShape(topk=2, depth=3, num_drafts=6)
 Made = Callable[[dict[str, Path], Path], Drafted]
 
@@ -123,37 +121,6 @@ def passes_of(harness: Any, number: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operations of torch, but for those that only make a view or take memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = Counter[str]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not (func.is_view or func in (ops.new_empty.default, ops.flatten.using_ints)):
-            self.seen[str(func)] += 1
-        return func(*args, **kwargs or {})
-
-
-def launches_of_decodes(harness: Drafted) -> list[Counter[str]]:
-    """From now on, the operations of each step that feeds no prompt."""
-    found, worker = list[Counter[str]](), harness.scheduler._worker
-    launch = worker.forward_batch_generation
-
-    def counted(batch: Any) -> Any:
-        with Launches() as launches:
-            result = launch(batch)
-        if not any(batch.num_prompt_tokens):
-            found.append(launches.seen)
-        return result
-
-    vars(worker)["forward_batch_generation"] = counted
-    return found
-
-
 @pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "policy", "num_taps"),
@@ -177,7 +144,7 @@ def test_where_all_take_none_steps_are_those_of_a_server_without_a_drafter(
     ids = serve(served, right)
     assert model == []
     assert target == expected
-    taps = Counter({str(ops.add.out): num_taps})
+    taps = Counter({str(torch.ops.aten.add.out): num_taps})
     assert len(launched) > 20
     assert launched == [each + taps for each in needed]
     assert not any(served.outputs[each].accept_histogram for each in ids)

@@ -172,15 +172,14 @@ class MeasuredRoundPrices:
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
         """After the head's pass over the rows of the target. That of trees chooses the first beam,
         too."""
-        head, first_ms = self.head, 0.0
+        passes, shape, first_ms = self.head.passes, self.tree, 0.0
         if num_drafts == 0:
             return LatencyByKV(0.0, 0.0)
-        if self.tree is not None:
-            drafting = head.passes[self.tree]
-        else:
-            num_steps = num_drafts - self.num_free
-            first_ms = head.extend.head.at(num_reqs) if self.num_free else 0.0
-            if num_steps == 0:
+        if shape is None:
+            first_ms = self.head.extend.head.at(num_reqs) if self.num_free else 0.0
+            if num_drafts == self.num_free:
                 return LatencyByKV(first_ms, 0.0)
-            drafting = head.chain(num_steps)
-        return LatencyByKV(first_ms + drafting.by_requests.at(num_reqs), drafting.kv_ms)
+            # Requests may take fewer drafts than any tier has, whose pass is not measured.
+            shape = min(each for each in passes if each >= num_drafts - self.num_free)
+        by_requests, kv_ms = passes[shape]
+        return LatencyByKV(first_ms + by_requests.at(num_reqs), kv_ms)

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
@@ -41,19 +40,15 @@ def measure_draft_prices(
     """
     start = clock()
     meter, model = PriceMeter(runner, max_requests, max_width, clock), runner.model
-    hidden_width = model.draft_hidden_width
     block_size = model.block_size if isinstance(model, DraftHead) else None
     sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
 
-    def run_of(shape: DraftShape) -> Callable[[ForwardBatch], object]:
+    def launch_of(shape: DraftShape, num_reqs: int, kv_len: int = 0) -> Launch:
+        first = meter.random_step([1] * num_reqs, model.draft_hidden_width, kv_len)
         if isinstance(shape, TreeShape):
-            return lambda first: runner.draft_trees(first, shape)
-        return lambda first: runner.draft(first, shape)
-
-    def launch_of(shape: DraftShape, num_reqs: int) -> Launch:
-        first = meter.random_step([1] * num_reqs, hidden_width)
-        return partial(run_of(shape), first)
+            return lambda: runner.draft_trees(first, shape)
+        return lambda: runner.draft(first, shape)
 
     extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
@@ -61,8 +56,9 @@ def measure_draft_prices(
             name, num_slots = f"trees of {shape.num_drafts} drafts", shape.num_slots
         else:
             name, num_slots = f"{shape} draft steps", block_size or shape
-        times = meter.times_of(sizes, partial(launch_of, shape), CPU_PASSES_S, name)
-        kv_ms = meter.pass_kv_ms(run_of(shape), hidden_width, 1 + num_slots)
+        launch = partial(launch_of, shape)
+        times = meter.times_of(sizes, launch, CPU_PASSES_S, name)
+        kv_ms = meter.kv_ms(launch, 1 + num_slots)
         passes[shape] = PassPrices(shortest(times), kv_ms)
     logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
     return DraftPrices(extend, passes)

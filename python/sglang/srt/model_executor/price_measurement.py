@@ -197,56 +197,34 @@ class PriceMeter:
 
     def _attention(self) -> tuple[float, float]:
         """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
-        of the most rows, each with no KV and with much."""
-        count, length = self._kv_size(self._max_width)
-        if length == 0:
-            return 0.0, 0.0
-        with self._kv(count, length):
-            narrow = self._kv_slope([1] * count, length, KV_REPEATS)
-            if self._max_width == 1:
-                return max(narrow, 0.0), 0.0
-            wide = self._kv_slope([self._max_width] * count, length, KV_REPEATS)
-        per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
+        of the most rows."""
+        width = self._max_width
+        narrow = self.kv_ms(lambda count, kv_len: self._launch([1] * count, kv_len), 1)
+        if width == 1:
+            return narrow, 0.0
+        wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len), width)
+        per_row = max(0.0, (wide - narrow) / (width - 1))
         return max(0.0, narrow - per_row), per_row
 
-    def pass_kv_ms(
-        self, run: Callable[[ForwardBatch], object], hidden_width: int, num_slots: int
-    ) -> float:
-        """Measures the milliseconds per token of KV of a pass, which `run` runs from its first step
-        of one row per request.
-
-        Args:
-            hidden_width: of what that step reads beside tokens; 0: nothing.
-            num_slots: of a request, that the pass writes to.
+    def kv_ms(self, launch_of: Callable[[int, int], Launch], num_rows: int) -> float:
+        """Measures the milliseconds per token of KV before requests of `num_rows` rows, from their
+        launches: `launch_of` makes them for a number of requests with so many tokens before each.
         """
-        count, length = self._kv_size(num_slots)
-        if length == 0:
-            return 0.0
-
-        def launch_of(kv_len: int) -> Launch:
-            first = self.random_step([1] * count, hidden_width)
-            first = _over_kv(first, kv_len) if kv_len else first
-            return lambda: run(first)
-
-        with self._kv(count, length):
-            slope = self._slope(launch_of, length, KV_REPEATS) / count
-        return max(0.0, slope)
-
-    def _kv_size(self, num_rows: int) -> tuple[int, int]:
-        """Returns for how many requests, and with how many tokens of KV of each, the cost of KV is
-        measured, before `num_rows` rows of each; no tokens where that would take too long, or there
-        is no room."""
         count, length = KV_REQUESTS, KV_TOKENS
         if self.is_cpu:
             count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
             step_s = self._once_ms(self._launch([self._max_width] * count)) / 1e3
             if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
-                return count, 0  # a large model: weights outweigh KV
+                return 0.0  # a large model: weights outweigh KV
         count = max(1, min(count, self._max_requests))
         longest = self._table.shape[1] - num_rows
         num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
         length = min(length, longest, num_slots // count)
-        return count, length if length > 1 else 0
+        if length < 2:
+            return 0.0
+        with self._kv(count, length):
+            slope = self._kv_slope(partial(launch_of, count), length, KV_REPEATS)
+        return max(0.0, slope / count)
 
     @contextmanager
     def _kv(self, count: int, length: int) -> Iterator[None]:
@@ -260,14 +238,8 @@ class PriceMeter:
         finally:
             self._table[:count, :length] = 0
 
-    def _kv_slope(self, q_lens: list[int], length: int, repeats: int) -> float:
-        """Returns the milliseconds per token of KV, of `length` before each request."""
-        launch_of = partial(self._launch, q_lens)
-        return self._slope(launch_of, length, repeats) / len(q_lens)
-
-    def _slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
-        """Returns the milliseconds per token before each request, by whose number `launch_of` makes
-        what is timed."""
+    def _kv_slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
+        """Returns the milliseconds per token before each request, of `length` of them."""
         without, with_kv = (
             min(self._times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
         )
@@ -288,7 +260,8 @@ class PriceMeter:
         if self.is_cpu and self._once_ms(self._launch([most])) * 4 > CPU_CHUNK_S * 1e3:
             return FREE  # a large model: weights outweigh KV
         with self._kv(1, length):
-            costs = [max(0.0, self._kv_slope([size], length, repeats)) for size in sizes]
+            launches = [partial(self._launch, [size]) for size in sizes]
+            costs = [max(0.0, self._kv_slope(each, length, repeats)) for each in launches]
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
@@ -332,28 +305,27 @@ class PriceMeter:
         return launch
 
     def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
-        batch = self._dummy_step(q_lens)
-        assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
-        if kv_len:
-            batch = _over_kv(batch, kv_len)
+        batch = self._dummy_step(q_lens, kv_len)
         return lambda: self._runner.forward(batch)
 
-    def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
-        batch = self.random_step(q_lens, self._width)
+    def _dummy_step(self, q_lens: list[int], kv_len: int = 0) -> ForwardBatch:
+        batch = self.random_step(q_lens, self._width, kv_len)
         if not self._runner.reads_one_row:
             return batch
         last = [end - 1 for end in itertools.accumulate(q_lens)]
         return replace(batch, read_index=to_device(last, self._device))
 
-    def random_step(self, q_lens: list[int], hidden_width: int) -> ForwardBatch:
+    def random_step(self, q_lens: list[int], hidden_width: int, kv_len: int = 0) -> ForwardBatch:
         """Makes a `dummy_step` of random tokens, and of random hidden states [T, hidden_width] if
-        the width is not 0."""
+        the width is not 0, behind `kv_len` tokens of each request."""
+        assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
         count, device, hidden = sum(q_lens), self._device, None
         if hidden_width:
             dtype, shape = self._runner.kv_pool.kv[0].dtype, (count, hidden_width)
             hidden = torch.randn(shape, generator=self._generator, device=device, dtype=dtype)
         row = self._runner.req_to_token_pool.padding_row
         batch = dummy_step(q_lens, row, device, hidden=hidden)
+        batch = _over_kv(batch, kv_len) if kv_len else batch
         ids = torch.randint(
             self._runner.vocab_size, (count,), generator=self._generator, device=device
         )

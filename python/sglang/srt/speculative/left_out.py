@@ -1,8 +1,8 @@
 """Tokens that a drafter's models are not fed (`StepPlan.left_out`): what of them is on the device.
 
 The models have no KV of them, so of each row they see those after the last one alone
-(`MHATokenToKVPool.kv_starts`). Their pools mark the slots of tokens that they were fed (`is_fed`): a
-cached prefix may have others.
+(`MHATokenToKVPool.kv_starts`). Their pools mark the slots of tokens that they were fed (`is_fed`):
+a cached prefix may have others.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LeftOutTokens:
         return step
 
     def _mark(self, step: ComputedStep, unfed: set[int]) -> None:
-        """Marks the slots of a step but for those of the requests at places `unfed`, which lose their
-        marks."""
+        """Marks the slots of a step, and takes the marks of those of the requests at places `unfed`
+        away."""
         slots, is_mixed = step.inputs.slots, 0 < len(unfed) < len(step.batch.rows)
         is_unfed = rows_of_places(step, unfed) if is_mixed and self._marks else None
         for _, is_fed in self._marks:

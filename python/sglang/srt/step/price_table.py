@@ -175,22 +175,12 @@ class PriceTable:
         return rows_ms + self.head.at(step.num_read) + self.attention_ms(step)
 
 
-@dataclass(frozen=True, slots=True)
-class PassPrices:
-    """Prices of a pass that drafts, in milliseconds.
-
-    Attributes:
-        by_requests: with next to no KV.
-        kv_ms: for each token of KV before its first step, however many of its steps and rows read
-            that.
-    """
+class PassPrices(NamedTuple):
+    """Prices of a pass that drafts, in milliseconds: with next to no KV, and of each token of KV
+    before its first step, however many of its steps and rows read that."""
 
     by_requests: Curve
     kv_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kv_ms < 0:
-            raise ValueError("No time is below 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +194,3 @@ class DraftPrices:
 
     extend: PriceTable
     passes: Mapping[Any, PassPrices]
-
-    def chain(self, num_steps: int) -> PassPrices:
-        """Returns the prices of a pass of this many draft steps, or of the next larger number:
-        requests may take fewer drafts than any tier has."""
-        return self.passes[min(each for each in self.passes if each >= num_steps)]
