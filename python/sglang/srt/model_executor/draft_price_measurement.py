@@ -12,7 +12,6 @@ import torch
 from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
-from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import DraftPrices, PassPrices
 
@@ -39,26 +38,22 @@ def measure_draft_prices(
         shapes: numbers of draft steps that passes may have, or trees that they may draft.
     """
     start = clock()
-    meter, model = PriceMeter(runner, max_requests, max_width, clock), runner.model
-    block_size = model.block_size if isinstance(model, DraftHead) else None
+    meter = PriceMeter(runner, max_requests, max_width, clock)
     sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
 
     def launch_of(shape: DraftShape, num_reqs: int, kv_len: int = 0) -> Launch:
-        first = meter.random_step([1] * num_reqs, model.draft_hidden_width, kv_len)
+        first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width, kv_len)
         if isinstance(shape, TreeShape):
             return lambda: runner.draft_trees(first, shape)
         return lambda: runner.draft(first, shape)
 
     extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
+        name, launch = f"{shape} draft steps", partial(launch_of, shape)
         if isinstance(shape, TreeShape):
-            name, num_slots = f"trees of {shape.num_drafts} drafts", shape.num_slots
-        else:
-            name, num_slots = f"{shape} draft steps", block_size or shape
-        launch = partial(launch_of, shape)
+            name = f"trees of {shape.num_drafts} drafts"
         times = meter.times_of(sizes, launch, CPU_PASSES_S, name)
-        kv_ms = meter.kv_ms(launch, 1 + num_slots)
-        passes[shape] = PassPrices(shortest(times), kv_ms)
+        passes[shape] = PassPrices(shortest(times), meter.kv_ms(launch))
     logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
     return DraftPrices(extend, passes)

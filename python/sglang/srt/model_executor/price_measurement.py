@@ -199,17 +199,14 @@ class PriceMeter:
         """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
         of the most rows."""
         width = self._max_width
-        narrow = self.kv_ms(lambda count, kv_len: self._launch([1] * count, kv_len), 1)
-        if width == 1:
-            return narrow, 0.0
-        wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len), width)
-        per_row = max(0.0, (wide - narrow) / (width - 1))
+        narrow = self.kv_ms(lambda count, kv_len: self._launch([1] * count, kv_len))
+        wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len))
+        per_row = max(0.0, (wide - narrow) / (width - 1)) if width > 1 else 0.0
         return max(0.0, narrow - per_row), per_row
 
-    def kv_ms(self, launch_of: Callable[[int, int], Launch], num_rows: int) -> float:
-        """Measures the milliseconds per token of KV before requests of `num_rows` rows, from their
-        launches: `launch_of` makes them for a number of requests with so many tokens before each.
-        """
+    def kv_ms(self, launch_of: Callable[[int, int], Launch]) -> float:
+        """Measures the milliseconds per token of KV from launches, which `launch_of` makes for a
+        number of requests with so many tokens before each."""
         count, length = KV_REQUESTS, KV_TOKENS
         if self.is_cpu:
             count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
@@ -217,7 +214,7 @@ class PriceMeter:
             if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
                 return 0.0  # a large model: weights outweigh KV
         count = max(1, min(count, self._max_requests))
-        longest = self._table.shape[1] - num_rows
+        longest = self._table.shape[1] // 2  # what is launched writes behind it
         num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
         length = min(length, longest, num_slots // count)
         if length < 2:
