@@ -134,6 +134,8 @@ class LayerRuntime:
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
+        assert self._positions.is_contiguous(), "Kernels read them side by side."
+        assert self._slots.is_contiguous(), "Kernels read them side by side."
         if batch.is_block:
             batch = single_rows(batch, self._max_folded)
         self._num_folded = batch.num_folded
