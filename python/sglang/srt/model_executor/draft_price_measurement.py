@@ -50,10 +50,8 @@ def measure_draft_prices(
 
     extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
-        name, launch = f"{shape} draft steps", partial(launch_of, shape)
-        if isinstance(shape, TreeShape):
-            name = f"trees of {shape.num_drafts} drafts"
-        times = meter.times_of(sizes, launch, CPU_PASSES_S, name)
+        launch = partial(launch_of, shape)
+        times = meter.times_of(sizes, launch, CPU_PASSES_S, f"drafting ({shape})")
         passes[shape] = PassPrices(shortest(times), meter.kv_ms(launch))
     logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
     return DraftPrices(extend, passes)

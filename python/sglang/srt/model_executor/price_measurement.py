@@ -322,11 +322,12 @@ class PriceMeter:
             hidden = torch.randn(shape, generator=self._generator, device=device, dtype=dtype)
         row = self._runner.req_to_token_pool.padding_row
         batch = dummy_step(q_lens, row, device, hidden=hidden)
-        batch = _over_kv(batch, kv_len) if kv_len else batch
-        ids = torch.randint(
-            self._runner.vocab_size, (count,), generator=self._generator, device=device
-        )
-        return replace(batch, input_ids=ids)
+        vocab_size, lens = self._runner.vocab_size, [q_len + kv_len for q_len in q_lens]
+        ids = torch.randint(vocab_size, (count,), generator=self._generator, device=device)
+        batch = replace(batch, input_ids=ids, positions=batch.positions + kv_len)
+        if kv_len:
+            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv`
+        return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
         """Returns the sizes that no graph covers, up to the largest step: only the largest ones,
@@ -404,16 +405,3 @@ def split(num_rows: int, num_reqs: int) -> list[int]:
     """Rows of requests that feed nearly the same."""
     share, rest = divmod(num_rows, num_reqs)
     return [share + (index < rest) for index in range(num_reqs)]
-
-
-def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:
-    """Returns the step with `kv_len` tokens before each request, in the first rows of the table."""
-    device = batch.positions.device
-    lens = [q_len + kv_len for q_len in batch.q_lens]
-    return replace(
-        batch,
-        positions=batch.positions + kv_len,
-        rows=torch.arange(len(lens), device=device),
-        kv_lens=to_device(lens, device),
-        kv_len_upper_bounds=lens,
-    )

@@ -7,10 +7,14 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from sglang.srt.layers.forward_batch import GraphKey
 
+# As files may hold it, of JSON, which has neither NaN nor infinity.
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 # Finds the graph that a step replays from its requests, rows of the widest one, and rows in all.
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
@@ -180,7 +184,7 @@ class PassPrices(NamedTuple):
     before its first step, however many of its steps and rows read that."""
 
     by_requests: Curve
-    kv_ms: float = 0.0
+    kv_ms: Price = 0.0
 
 
 @dataclass(frozen=True, slots=True)
