@@ -51,7 +51,7 @@ def measure_draft_prices(
     extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
         launch = partial(launch_of, shape)
-        times = meter.times_of(sizes, launch, CPU_PASSES_S, f"drafting ({shape})")
-        passes[shape] = PassPrices(shortest(times), meter.kv_ms(launch))
+        times_ms = meter.times_of(sizes, launch, CPU_PASSES_S, f"drafting ({shape})")
+        passes[shape] = PassPrices(shortest(times_ms), meter.kv_ms(launch))
     logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
     return DraftPrices(extend, passes)

@@ -111,12 +111,8 @@ class PriceMeter:
         eager = self.times_of(self.eager_rows(), self._step, CPU_ROWS_S, "steps")
         head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
-        logger.info(
-            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
-            len(graphs_ms),
-            len(eager) + len(head),
-            self._clock() - start,
-        )
+        text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
+        logger.info(text, len(graphs_ms), len(eager) + len(head), self._clock() - start)
         return PriceTable(
             find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
@@ -214,9 +210,9 @@ class PriceMeter:
             if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
                 return 0.0  # a large model: weights outweigh KV
         count = max(1, min(count, self._max_requests))
-        longest = self._table.shape[1] // 2  # what is launched writes behind it
         num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
-        length = min(length, longest, num_slots // count)
+        # Half of a row leaves room for what is fed behind it.
+        length = min(length, self._table.shape[1] // 2, num_slots // count)
         if length < 2:
             return 0.0
         with self._kv(count, length):

@@ -383,8 +383,7 @@ class TpModelWorker:
             return None
         layout, accepted = step.chosen.layout, step.accepted
         queries, wanted = emitted_queries(batch.logprobs, layout, accepted)
-        logits, sampling = drawing.logits, drawing.sampling
-        return self._sampler.query(logits, sampling, drawn, queries, wanted)
+        return self._sampler.query(drawing.logits, drawing.sampling, drawn, queries, wanted)
 
 
 def _result(

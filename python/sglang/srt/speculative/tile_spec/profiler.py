@@ -159,11 +159,8 @@ class TileSpecProfiler:
         try:
             write_profile(self._path, KeptPrices(self._known, **fields))
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
-            logger.warning(
-                "Prices of steps cannot be kept in %s (%s), so each start measures them.",
-                self._path.parent,
-                _reason(error),
-            )
+            text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
+            logger.warning(text, self._path.parent, _reason(error))
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
@@ -175,9 +172,8 @@ def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
         return True
     checked = keys[:: max(1, len(keys) // CHECKED_GRAPHS)]
     ratios = [meter.graph_ms(key, CHECK_REPEATS) / prices.graphs_ms[key] for key in checked]
-    logger.info(
-        "Graphs take %s of their kept prices.", " / ".join(f"{ratio:.2f}" for ratio in ratios)
-    )
+    told = " / ".join(f"{ratio:.2f}" for ratio in ratios)
+    logger.info("Graphs take %s of their kept prices.", told)
     return statistics.median(ratios) >= 1 - MOST_GAIN
 
 
