@@ -65,6 +65,7 @@ class FakeWrapper:
         planned = self.planned
         self.num_masked += "custom_mask" in self.plan_options
         rows, pages = planned["qo_indptr"].tolist(), planned["paged_kv_indptr"].tolist()
+        masks = self.plan_options.get("custom_mask")
         for request, last in enumerate(planned["paged_kv_last_page_len"].tolist()):
             own = planned["paged_kv_indices"][pages[request] : pages[request + 1]].long()
             kv_len = (len(own) - 1) * page_size + last
@@ -73,12 +74,19 @@ class FakeWrapper:
                 for part in kv
             )
             start, end = rows[request], rows[request + 1]
-            out[start:end] = self._attend(q[start:end], k, v)
+            mask = None
+            if masks is not None:
+                count = (end - start) * kv_len
+                mask, masks = masks[:count].view(end - start, kv_len), masks[count:]
+            out[start:end] = self._attend(q[start:end], k, v, mask)
+        assert masks is None or not len(masks)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         keys = torch.arange(len(k))
         positions = torch.arange(len(k) - len(q), len(k))[:, None]
-        seen = keys <= positions
+        seen = keys <= positions if mask is None else mask
         if (left := self.plan_options["window_left"]) >= 0:
             seen &= keys >= positions - left
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.plan_options["sm_scale"]

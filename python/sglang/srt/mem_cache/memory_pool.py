@@ -98,6 +98,8 @@ class MHATokenToKVPool:
         kv_starts: [rows of the page table] int64, where the model is not fed every token: the first
             token of each row from which on all have KV, so that steps see no others. Who leaves
             tokens out writes it, between steps. None: the model is fed all.
+        hides_kv: an entry of `kv_starts` may be above 0; for those who would wait for the device to
+            look.
         is_fed: [num_slots + page_size, 1] bool, where there is `kv_starts`: the model was fed the
             slot's token.
         page_size: tokens that lie side by side.
@@ -123,6 +125,7 @@ class MHATokenToKVPool:
         self.tensors = list(self.kv)
         self.kv_starts: torch.Tensor | None = None
         self.is_fed: torch.Tensor | None = None
+        self.hides_kv = False
         self.page_size = page_size
         self.is_released = False
 

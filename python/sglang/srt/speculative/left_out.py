@@ -28,12 +28,9 @@ class LeftOutTokens:
     def __init__(self, memory: KVMemory, state: RequestRows) -> None:
         self._table = memory.table.req_to_token
         self._state = state
+        self._pools, marks = memory.pools, [(pool.kv_starts, pool.is_fed) for pool in memory.pools]
         # Of each pool `kv_starts`, and `is_fed` as [slots] bool.
-        self._marks = [
-            (pool.kv_starts, pool.is_fed[:, 0])
-            for pool in memory.pools
-            if pool.kv_starts is not None and pool.is_fed is not None
-        ]
+        self._marks = [(kv, fed[:, 0]) for kv, fed in marks if kv is not None and fed is not None]
         self._any_fed = self._any_left_out = False
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
@@ -55,7 +52,10 @@ class LeftOutTokens:
         plan = step.plan
         if self._any_fed or not plan.rests:  # else no slot has a mark
             self._mark(step, {*plan.left_out, *plan.without_model})
-        self._any_left_out |= bool(self._marks and (plan.left_out or plan.without_model))
+        if not self._any_left_out and self._marks and (plan.left_out or plan.without_model):
+            self._any_left_out = True
+            for pool in self._pools:
+                pool.hides_kv = pool.kv_starts is not None
         if plan.rests:
             return None
         if plan.left_out:
