@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention import flashinfer_backend, flashinfer_plan
+from sglang.srt.registry import ATTENTION_BACKENDS
 
 
 class FakeWrapper:
@@ -157,3 +159,16 @@ def install_fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeWrapper]:
     monkeypatch.setattr(flashinfer_backend, "num_multiprocessors", lambda _: 1)
     monkeypatch.setattr(flashinfer_plan, "LEAST_FLOAT_WORKSPACE_BYTES", 1)
     return wrappers
+
+
+def serve_with_fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeWrapper]:
+    """Has models on the CPU, of heads of any size, attend by FlashInfer's backend over a fake."""
+    backend = flashinfer_backend.FlashInferBackend
+    here = replace(
+        backend.capabilities(), devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32})
+    )
+    monkeypatch.setattr(backend, "capabilities", classmethod(lambda cls: here))
+    monkeypatch.setattr(flashinfer_plan, "HEAD_DIMS", range(1, 257))
+    place = f"{backend.__module__}:{backend.__name__}"
+    monkeypatch.setitem(ATTENTION_BACKENDS.entries, "torch_native", place)
+    return install_fake(monkeypatch)
