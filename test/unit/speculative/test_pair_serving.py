@@ -20,6 +20,7 @@ from drafted_serving import Drafted, abort, nothing, pause, serve
 from drafter_checks import drafter_harness
 from eagle_models import STANDALONE, eagle_config_for, write_models
 from eagle_serving import group_for, right_tokens, setup_for
+from fake_flashinfer import serve_with_fake
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from oracle import code_snippets
@@ -216,6 +217,21 @@ def test_steps_that_are_cut(paths: dict[str, Path], tmp_path: Path) -> None:
         serve(harness, right_tokens(paths["target"]))
     assert harness.seen["confirmed"] > 20, harness.seen
     assert fed.seen["packed beside n-grams"] > 10, fed.seen
+    assert fed.seen["of others"] > 100, fed.seen
+    assert fed.seen["of n-grams"] == 0, fed.seen
+
+
+def test_over_flashinfer_a_head_is_fed_no_row_of_who_names_n_grams(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = right_tokens(paths["target"])
+    serve_with_fake(monkeypatch)
+    drafter = pair_of(paths, EAGLE3)
+    harness = Served(paths["target"], drafter, setup_for(NUM_STEPS, page_size=16))
+    fed = FedRows(harness)
+    choose_in_turn(harness, (Speculative(), NGRAMS, OFF))
+    serve(harness, right)
+    assert harness.seen["confirmed"] > 20, harness.seen
     assert fed.seen["of others"] > 100, fed.seen
     assert fed.seen["of n-grams"] == 0, fed.seen
 
