@@ -136,20 +136,13 @@ def product_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     second = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, in_features, BLOCK_K):
-        if IS_EVEN:
-            w = tl.load(weight)
-            values = tl.load(x, mask=exists[:, None], other=0.0)
-        else:
-            is_column = (column < in_features - start)[None, :]
-            w = tl.load(weight, mask=is_column, other=0.0)
-            values = tl.load(x, mask=exists[:, None] & is_column, other=0.0)
+        is_column = (column < in_features - start)[None, :] | IS_EVEN
+        values = tl.load(x, mask=exists[:, None] & is_column, other=0.0)
+        w = tl.load(weight, mask=is_column, other=0.0)
         total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
         if GATED:
             below = weight + out_features.to(tl.int64) * in_features
-            if IS_EVEN:
-                w = tl.load(below)
-            else:
-                w = tl.load(below, mask=is_column, other=0.0)
+            w = tl.load(below, mask=is_column, other=0.0)
             second = tl.dot(values, tl.trans(w), second, input_precision="ieee")
         weight += BLOCK_K
         x += BLOCK_K
