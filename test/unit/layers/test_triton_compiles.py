@@ -193,6 +193,7 @@ def experts_product(
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
             "IS_EVEN": is_even,
+            "HALVES": tiles.block_m > 16,
         },
         tile.num_warps,
         tile.num_stages,
