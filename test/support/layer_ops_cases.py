@@ -73,8 +73,14 @@ def activation_case(num_rows: int, size: int) -> Case:
     return run
 
 
-def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Case:
-    """Every slot that is not named must keep its content."""
+def rotation_case(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, by_token: bool = False
+) -> Case:
+    """Every slot that is not named must keep its content.
+
+    Args:
+        by_token: the rotation has a row for each token.
+    """
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         rope = parse_rope({"rope_theta": 10_000.0})
@@ -87,8 +93,11 @@ def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: 
         expected_kv = kv.double()
         rotation = ORACLE.rotation(table, positions)
         expected = ORACLE.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
-        rotation = ops.rotation(table, positions)
-        q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
+        if by_token:
+            q = ops.rotate_and_store(heads, table[positions], None, kv, slots)
+        else:
+            rotation = ops.rotation(table, positions)
+            q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
         return max(_worst(q, expected, dtype), _worst(kv, expected_kv, dtype))
 
     return run
@@ -166,6 +175,7 @@ CASES: dict[str, Case] = {
     "activation of an odd size": activation_case(2, 1100),
     "rotation, GQA 4:2": rotation_case(7, 4, 2, 128),
     "rotation, GQA 3:1": rotation_case(5, 3, 1, 64),
+    "rotation by token": rotation_case(5, 3, 1, 64, by_token=True),
     "rotation, keys alone": rotation_case(5, 0, 2, 64),
     "rotation, a head each": rotation_case(3, 2, 2, 64),
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),

@@ -259,6 +259,18 @@ KERNELS = {
         num_warps=1,
         types={"table_ptr": "*fp32"},
     ),
+    "rotation by token": Kernel(
+        ops._rotate_and_store_kernel,
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 4,
+            "HALF": 64,
+            "BLOCK_G": 8,
+            "BLOCK_H": 64,
+            "positions_ptr": None,
+        },
+        num_warps=1,
+    ),
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),

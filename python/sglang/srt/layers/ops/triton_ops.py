@@ -74,7 +74,10 @@ def _rotate_and_store_kernel(
     slot = tl.load(slots_ptr + token)
     dim = tl.arange(0, BLOCK_H)
     exists = dim < HALF
-    angles = table_ptr + tl.load(positions_ptr + token) * 4 * HALF
+    place = token
+    if positions_ptr is not None:
+        place = tl.load(positions_ptr + token)
+    angles = table_ptr + place * 4 * HALF
     cos = tl.load(angles + dim, mask=exists, other=0.0)[None, :]
     sin = tl.load(angles + 3 * HALF + dim, mask=exists, other=0.0)[None, :]
 
@@ -288,7 +291,7 @@ class TritonOps:
         self,
         heads: torch.Tensor,
         rotation: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
