@@ -1,10 +1,10 @@
 """Compares the bundled model with its weights in 8 bits: perplexity of held-out code, and the
-accept lengths of its drafters.
+accept lengths of its mask tokens and heads.
 
     python -m benchmark.measure.fp8_quality
 
 All of it runs on a CPU in some minutes. An accept length is the number of tokens of a step, over
-the greedy outputs of the same prompts; drafters themselves stay as they are.
+the greedy outputs of the same prompts; heads themselves stay as they are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 import sglang
 from benchmark.command import make_parser, store
-from benchmark.drafters import HEADS
+from benchmark.drafters import HEADS, STANDALONE
 from benchmark.environment import describe_environment
 from benchmark.held_out import held_out_prompts
 from sglang.srt.model_config import resolve_model_path
 
 MODEL, SEED = "demo", 0
 MTP = {"mtp_enabled": True, "mtp_verify": True, "mtp_k": 8}
-WAYS: dict[str, dict[str, Any]] = {"bfloat16": {}, "fp8": {"quantization": "fp8"}}
+WAYS: dict[str, dict[str, Any]] = {"plain": {}, "fp8": {"quantization": "fp8"}}
 DRAFTS = {
     "speculative_num_steps": 4,
     "speculative_eagle_topk": 1,
@@ -72,6 +72,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts, source = held_out_prompts(folder, count, arguments.prompt_tokens, SEED)
     drafters: dict[str, dict[str, Any]] = {"mask tokens": {}}
     for algorithm, path in HEADS.items():
+        if algorithm == STANDALONE:  # no head
+            continue
         drafter = {"speculative_algorithm": algorithm, "speculative_draft_model_path": path}
         drafters[algorithm] = {**drafter, **DRAFTS}
     found = {
@@ -85,8 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         },
     }
     figures = {
-        name: {**values, "ratio": values["fp8"] / values["bfloat16"]}
-        for name, values in found.items()
+        name: {**values, "ratio": values["fp8"] / values["plain"]} for name, values in found.items()
     }
     return {"prompts": source, "new_tokens": num_new, "figures": figures}
 
@@ -94,14 +95,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints a table, writes the result."""
     parser = make_parser(__doc__, "fp8_quality")
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=320)
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     os.environ[FIXED_MASKS] = "1"
     result = {**describe_environment(), **measure(arguments)}
     for name, row in result["figures"].items():
-        print(f"{name:28} {row['bfloat16']:8.4f} {row['fp8']:8.4f} {row['ratio']:8.4f}")
+        print(f"{name:28} {row['plain']:8.4f} {row['fp8']:8.4f} {row['ratio']:8.4f}")
     store(arguments.out, result)
 
 
