@@ -1,4 +1,4 @@
-"""The tables of docs/mtp.md and docs/reliability.md."""
+"""The tables of docs/mtp.md, docs/models.md and docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ def costly_requests(results: list[Result]) -> str:
     ]
     asked = f"{result['min_ratio']:g} or more"
     return table(["beside", "plain: events/s", "costly: events/s", "ratio", asked], rows)
+
+
+def fp8_quality(results: list[Result]) -> str:
+    """One line per figure of the bundled model."""
+    (result,) = results
+    rows = [
+        [name, f"{found['plain']:.3f}", f"{found['fp8']:.3f}", f"{found['ratio']:.4f}"]
+        for name, found in result["figures"].items()
+    ]
+    return table(["bundled model", "as it is", "`--quantization fp8`", "ratio"], rows)

@@ -89,6 +89,7 @@ class Plot:
 
 
 README, MTP, PERFORMANCE = "README.md", "docs/mtp.md", "docs/performance.md"
+MODELS = "docs/models.md"
 RELIABILITY, ADAPTIVE = "docs/reliability.md", "docs/adaptive.md"
 
 
@@ -125,6 +126,9 @@ TABLES = {
             ("adaptive_costs", speculation_tables.adaptive_costs),
         )
     },
+    "fp8_quality": Table(
+        MODELS, "fp8_quality.json", document_tables.fp8_quality, has_provenance=True
+    ),
     "costly_requests": Table(
         RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),

@@ -21,14 +21,20 @@ from sglang.srt.weight_format import CHANNEL
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup, make_execution, make_random_model
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() < MIN_CAPABILITY:
-    pytest.skip("needs a GPU that multiplies in 8 bits", allow_module_level=True)
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 DEVICE = torch.device("cuda")
 SETUP = Setup(num_pages=4000, page_size=1, chunked_prefill_size=40)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 ON_GPU: dict[str, Any] = {"device": "cuda", "attention_backend": "triton", "dtype": "bfloat16"}
 DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def gpu_multiplies_in_8_bits() -> None:
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        pytest.skip("needs a GPU that multiplies in 8 bits")
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
