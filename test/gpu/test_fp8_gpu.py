@@ -117,7 +117,7 @@ def test_replayed_steps_give_the_tokens_of_others(tmp_path: Path) -> None:
     assert num_held(recorded) == 8
     pairs = zip(outputs_of(recorded), outputs_of(other), strict=True)
     equal = [[a == b for a, b in zip(*pair, strict=True)] for pair in pairs]
-    num_before = sum((each + [False]).index(False) for each in equal)
+    num_before = sum(([*each, False]).index(False) for each in equal)
     assert num_before >= sum(map(len, equal)) / 2
 
 
