@@ -279,10 +279,10 @@ class DrawnText:
 
 
 def learnt(begin: float, stay: float, num_drafts: int, num_rounds: int, seed: int) -> Stretches:
-    found, text, rows = Stretches(NUM_ROWS), DrawnText(begin, stay, seed), range(NUM_ROWS)
+    found, text = Stretches(NUM_ROWS), DrawnText(begin, stay, seed)
     for _ in range(num_rounds):
-        right = [text.round(row, num_drafts) for row in rows]
-        found.observe(rows, [num_drafts] * NUM_ROWS, right, [num_drafts] * NUM_ROWS)
+        right = [text.round(row, num_drafts) for row in range(NUM_ROWS)]
+        found.observe(drafted(0, NUM_ROWS, [num_drafts] * NUM_ROWS, right))
     return found
 
 
@@ -311,21 +311,21 @@ def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_li
     none, three = [0] * NUM_ROWS, [3] * NUM_ROWS
     before = found.lengths(MOST)
     for _ in range(5):
-        found.observe(rows, none, none, none)
+        found.observe(drafted(0, NUM_ROWS, none, none))
     assert found.lengths(MOST) == pytest.approx(before, rel=0.05)
     for _ in range(6):
-        found.observe(rows, three, none, three)
+        found.observe(drafted(0, NUM_ROWS, three, none))
     wrong = found.lengths(MOST)[3]
     found.renew()
     renewed = found.lengths(MOST)[3]
     assert renewed > wrong + 0.3
     for _ in range(2):
-        found.observe(rows, three, none, three)
+        found.observe(drafted(0, NUM_ROWS, three, none))
     assert found.lengths(MOST)[3] < renewed - 0.3
     text = DrawnText(0.05, 0.2, 1)
     for _ in range(20):
         right = [text.round(row, 7) for row in rows]
-        found.observe(rows, [7] * NUM_ROWS, right, [7] * NUM_ROWS)
+        found.observe(drafted(0, NUM_ROWS, [7] * NUM_ROWS, right))
     assert found.lengths(MOST)[7] < 1.6
 
 
@@ -334,10 +334,10 @@ def test_a_new_request_begins_after_no_full_round() -> None:
     one, two = Stretches(1), Stretches(1)
     for each in (one, two):
         for _ in range(8):
-            each.observe([0], [3], [3], [3])
-    one.observe([0], [0], [0], [0])  # its prompt
+            each.observe(drafted(0, 1, [3], [3]))
+    one.observe(drafted(0, 1, [0], [0]))  # its prompt
     for each in (one, two):
-        each.observe([0], [3], [0], [3])
+        each.observe(drafted(0, 1, [3], [0]))
     assert one.lengths(MOST)[1] < two.lengths(MOST)[1]
 
 
@@ -487,5 +487,6 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
 
 
 def test_a_step_knows_its_prompts() -> None:
-    assert case_of(batch_of([0, 0, 0])) == StepCase(3)
-    assert case_of(batch_of([100, 20, 0, 0])) == StepCase(2).beside(128)
+    assert case_of(batch_of([0, 0, 0]), num_drafting=3) == StepCase(3)
+    found = case_of(batch_of([100, 20, 0, 0]), num_drafting=1)
+    assert found == StepCase(2, prompts=((1.0, 128),), num_plain=1)

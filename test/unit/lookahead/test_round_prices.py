@@ -94,7 +94,7 @@ def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     sure = few._replace(prompts=((1.0, 512),))
     expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
     assert prices.round_ms(mixed, 3) == pytest.approx(expected)
-    table = LatencyTables(prices, packs_in_graphs=True).table(StepCase(8).beside(512), 3)
+    table = LatencyTables(prices, packs_in_graphs=True).table(StepCase(8), 3, 512)
     assert table.costs_ms[-1] == pytest.approx(prices.round_ms(sure, 3))
     grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
     assert grows[1] > grows[0] + 0.5, "beside prompts rows are not free"
@@ -117,7 +117,9 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
         full = prices.cost(most, num_drafts, most * (1 + num_drafts), 64)
         assert full.rows_ms < 99.0
         assert prices.round_ms(beside, num_drafts) < 20.0
-        last_bucket = LatencyTables(prices, packs_in_graphs=True).table(beside, max(1, num_drafts))
+        last_bucket = LatencyTables(prices, packs_in_graphs=True).table(
+            beside, max(1, num_drafts), 64
+        )
         assert last_bucket.costs_ms[-1] < 20.0
     without_bound = MeasuredRoundPrices(target, head)
     assert without_bound.cost(most, 1, 2 * most, 64).rows_ms > 99.0, "what this is about"

@@ -128,9 +128,7 @@ class LoadAwareDrafts:
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
-        drafts = [tried - 1 for tried in outcome.num_tried]
-        right = [accepted - 1 for accepted in outcome.num_accepted]
-        self._stretches.observe(outcome.rows, drafts, right, outcome.num_fed or drafts)
+        self._stretches.observe(outcome)
 
 
 class RestRule:

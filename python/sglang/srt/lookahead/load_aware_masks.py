@@ -237,7 +237,7 @@ class LoadAwareMasks:
         for limit in range(1, upcoming.longest + 1):
             low = mean = high = 0.0
             for request, count in upcoming.emitting.items():
-                length, _ = request.sizes(limit, True)
+                length = request.length(limit)
                 each: Sequence[float] = (length, length, length)
                 if request.kind is not None:
                     each = runs[request.kind][length - 1]

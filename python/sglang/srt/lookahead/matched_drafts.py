@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection
 
-from sglang.srt.lookahead.acceptance_estimate import Trials
+from sglang.srt.lookahead.acceptance_estimate import Kind, Trials
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.load_aware_drafts import (
@@ -36,6 +36,9 @@ WINDOW = 256.0  # trials of a class and place that are remembered, since text ch
 # A tier above 0 that pays stays unless another one gains more than this share: estimates go up and
 # down, and steps that change the number of drafts may replay no graph.
 HOLD_GAIN = 0.03
+
+
+KINDS = tuple(Kind(match=number) for number in range(NUM_CLASSES))  # of requests, by class
 
 
 def class_of(match_len: int) -> int:
