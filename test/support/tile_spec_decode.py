@@ -18,7 +18,7 @@ from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import LatencyTables, TileSpec
+from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
@@ -87,7 +87,7 @@ class Decode:
         self._rng = np.random.default_rng(7)
         self._num_reqs, self._text = num_reqs, text
         self._confidence = torch.full((num_reqs, MAX_DRAFTS), 0.7)
-        self._tile_spec = TileSpec(LatencyTables(ROUNDS, packs_in_graphs=True))
+        self._tile_spec = TileSpec(ROUNDS)
         prices = self._tile_spec
         options = RoundOptions(MAX_DRAFTS)
         parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)

@@ -23,7 +23,6 @@ from sglang.srt.lookahead.draft_planner import counts_of_drafts
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,
-    LatencyTables,
     TileSpec,
     confirmed_nodes,
     resampled,
@@ -58,7 +57,7 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
     """Each token of KV is read by the target and the head over so many rows, then by two draft
     steps over one row of each request. Uniform graphs serve steps of all drafts alone."""
     rounds, kv_tokens = with_graphs(GraphSupport.RAGGED_Q), 64_000
-    tables = LatencyTables(rounds, packs_in_graphs=True)
+    tables = TileSpec(rounds, packs_in_graphs=True)
     without, with_kv = (tables.table(StepCase(64, kv), DEPTH) for kv in (0, kv_tokens))
     assert without.rows == (96, 128, 160, 192, 224, 256)
     assert without.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
@@ -68,7 +67,7 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
     few = tables.table(StepCase(5), 1)
     assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
     assert few.most_gain == 0.0, "one graph serves any number of them"
-    launched = LatencyTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
+    launched = TileSpec(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
     found = launched.table(StepCase(64), DEPTH)
     assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
     assert min(found.costs_ms[:-1]) > 1000
@@ -91,8 +90,8 @@ def test_resampled_scores_are_distributed_as_those_read() -> None:
 
 
 def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:
-    tables = LatencyTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
-    tile_spec, batch = TileSpec(tables, fixed=1.1), batch_of([DEPTH] * 64)
+    tile_spec = TileSpec(with_graphs(GraphSupport.RAGGED_Q), fixed=1.1)
+    batch = batch_of([DEPTH] * 64)
     plan = cut_plan(tile_spec, batch, [DEPTH] * 64)
     assert plan.counts.packed == PackedSize(160, 160), "134 rows replay a graph of 160"
 
@@ -101,7 +100,7 @@ class Cutting:
     """Has `TileSpec` cut steps of requests of these confidences, and hear of them."""
 
     def __init__(self, rounds: MeasuredRoundPrices, confidence: float = 0.5) -> None:
-        self.tile_spec = TileSpec(LatencyTables(rounds, packs_in_graphs=True))
+        self.tile_spec = TileSpec(rounds)
         self.confidence = torch.full((64, DEPTH), confidence)
 
     def cut(self, num_drafts: Sequence[int], num_prompts: int = 0) -> StepPlan:
@@ -305,7 +304,7 @@ def paths_result(paths: Sequence[list[int]], fed: Sequence[int]) -> HostResult:
 
 
 def tile_spec_of(rounds: MeasuredRoundPrices) -> TileSpec:
-    return TileSpec(LatencyTables(rounds, packs_in_graphs=True), has_trees=True)
+    return TileSpec(rounds, has_trees=True)
 
 
 def step_of(

@@ -240,6 +240,6 @@ def test_figures_are_of_steps_that_verified_drafts(paths: dict[str, Path], kind:
 def test_draft_steps_are_priced_as_one_pass_where_mask_tokens_draft(
     paths: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    with mock.patch.object(rounds, "LatencyTables", wraps=rounds.LatencyTables) as made:
+    with mock.patch.object(rounds, "TileSpec", wraps=rounds.TileSpec) as made:
         Served(paths, kind, 3, setup_for(3), prices=DEAR_ROWS, tile_spec_cache=tmp_path)
     assert made.call_args.args[0].drafts_at_once == (kind in AT_ONCE)

@@ -21,10 +21,8 @@ from sglang.srt.lookahead.load_aware_drafts import (
     PROBE_STEPS,
     LoadAwareDrafts,
     best_tier,
-    costs_of_tiers,
 )
 from sglang.srt.lookahead.prompt_mix import PromptMix
-from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 # The longest match of each class but the last one; 0 is the class of those without a place.
@@ -85,9 +83,7 @@ class MatchedDrafts:
     needs_prices = reads_matches = True
     may_rest = False
 
-    @staticmethod
-    def tiers(options: RoundOptions) -> tuple[int, ...]:
-        return LoadAwareDrafts.tiers(options)
+    tiers = staticmethod(LoadAwareDrafts.tiers)
 
     def __init__(self, parts: PolicyParts) -> None:
         options, prices = parts.options, parts.rounds
@@ -104,7 +100,8 @@ class MatchedDrafts:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self._prompts.plan(upcoming)
         lengths = self._lengths(upcoming)
-        costs = costs_of_tiers(self._prices, self._prompts, upcoming, self._tiers, lengths)
+        cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in self._tiers)
+        costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         best = best_tier(lengths, costs, self._least_gain)
         held = self.settled
         if best and held and lengths[held] / costs[held] > lengths[0] / costs[0]:

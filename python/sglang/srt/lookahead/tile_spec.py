@@ -37,63 +37,6 @@ GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
-class LatencyTables:
-    """Tables of the cost of rounds by rows, for any number of requests and drafts, and beside any
-    prompts.
-
-    Args:
-        rounds: prices of rounds.
-        packs_in_graphs: packed steps replay graphs. If not, they are priced without.
-    """
-
-    def __init__(self, rounds: MeasuredRoundPrices, packs_in_graphs: bool) -> None:
-        self.rounds = self._packed = rounds
-        if not packs_in_graphs:
-            extend = replace(rounds.head.extend, find=no_graphs)
-            target = replace(rounds.target, find=no_graphs)
-            self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
-        self._sizes = self._packed.target.sizes
-        self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
-
-    def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
-        """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
-        at least, beside so many rows of prompts; the last bucket is the round that verifies all of
-        them."""
-        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
-        costs = [
-            whole_ms - self.rounds.prompts_ms(prompt_rows, rows, whole_ms)
-            for rows, whole_ms in wholes
-        ]
-        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
-
-    def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
-        """Rows that a packed step of `num_rows` rows has room for; arguments as for
-        `PriceTable.find`."""
-        key = self._packed.target.find(num_reqs, widest, num_rows)
-        return num_rows if key is None else key.num_tokens
-
-    def _buckets_of(
-        self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> list[tuple[int, LatencyByKV]]:
-        """Rows and cost of each bucket, as they were measured."""
-        width = 1 + num_drafts
-        most = num_reqs + (num_reqs - num_plain) * num_drafts
-        sizes = (size - prompt_rows for size in self._sizes)
-        least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
-        wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
-        rooms = {self.room(*whole) - prompt_rows for whole in wholes}
-        beside = prompt_rows, num_plain
-        return [
-            *(
-                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
-                for room in sorted(rooms)
-                if room < most
-            ),
-            (most, self.rounds.cost(num_reqs, num_drafts, most, *beside)),
-        ]
-
-
 def scores_of(record: StepRecord) -> Floats | None:
     """[R, S]; of each request's drafts, 0 where it was given fewer; None if they were not copied.
     The copy was made before the step ran, so nothing is waited for."""
@@ -117,7 +60,8 @@ class TileSpec:
     in tokens per millisecond.
 
     Args:
-        tables: what rounds cost.
+        rounds: what whole rounds cost.
+        packs_in_graphs: packed steps replay graphs. If not, they are priced without.
         fixed: drafts of a request that are verified on average, whatever they are worth; None:
             those that pay.
         has_trees: drafts are trees, each with its nodes in the order of their scores.
@@ -125,11 +69,17 @@ class TileSpec:
 
     def __init__(
         self,
-        tables: LatencyTables,
+        rounds: MeasuredRoundPrices,
+        packs_in_graphs: bool = True,
         fixed: float | None = None,
         has_trees: bool = False,
     ) -> None:
-        self._tables = tables
+        self._rounds = self._packed = rounds
+        if not packs_in_graphs:
+            extend = replace(rounds.head.extend, find=no_graphs)
+            target = replace(rounds.target, find=no_graphs)
+            self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
+        self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._fixed = fixed
         self._has_trees = has_trees
         self._calibration = Calibration()
@@ -168,19 +118,53 @@ class TileSpec:
         num_rows = counts.num_rows
         num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
         if num_cut:  # as far as padding would not take the rows
-            room = self._tables.room(len(counts.q_lens), max(counts.q_lens), num_rows - num_cut)
-            num_cut = num_rows - room
+            num_cut = num_rows - self._room(
+                len(counts.q_lens), max(counts.q_lens), num_rows - num_cut
+            )
         if num_cut > 0:
             size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
             counts = replace(counts, packed=size)
         return counts, True
 
     def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
-        """See `LatencyTables.table`."""
+        """See `table`, as it was looked up last."""
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._known:
-            self._known[key] = self._tables.table(case, num_drafts, prompt_rows)
+            self._known[key] = self.table(case, num_drafts, prompt_rows)
         return self._known[key]
+
+    def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
+        """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
+        at least, beside so many rows of prompts; the last bucket is the round that verifies all of
+        them."""
+        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
+        costs = [ms - self._rounds.prompts_ms(prompt_rows, rows, ms) for rows, ms in wholes]
+        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
+
+    def _buckets_of(
+        self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
+    ) -> list[tuple[int, LatencyByKV]]:
+        """Rows and cost of each bucket, as they were measured."""
+        width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
+        sizes = (size - prompt_rows for size in self._packed.target.sizes)
+        least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
+        wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
+        rooms = {self._room(*whole) - prompt_rows for whole in wholes}
+        beside = prompt_rows, num_plain
+        return [
+            *(
+                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
+                for room in sorted(rooms)
+                if room < most
+            ),
+            (most, self._rounds.cost(num_reqs, num_drafts, most, *beside)),
+        ]
+
+    def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
+        """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
+        key = self._packed.target.find(num_reqs, widest, num_rows)
+        return num_rows if key is None else key.num_tokens
 
     def num_verified(self, table: LatencyTable, num_drafts: Sequence[int], num_decodes: int) -> int:
         """Returns how many of the drafts pay for `num_decodes` requests; all while nothing is known
@@ -209,12 +193,12 @@ class TileSpec:
 
     @property
     def spread(self) -> float:
-        return self._tables.rounds.spread
+        return self._rounds.spread
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         total_ms = 0.0
         for chance, rows in upcoming.prompts:
-            whole_ms = self._tables.rounds.beside_ms(upcoming, num_drafts, rows)
+            whole_ms = self._rounds.beside_ms(upcoming, num_drafts, rows)
             # A few rows of prompts more change the gain little, and it takes long to compute.
             some = -(-rows // GAIN_GRAIN) * GAIN_GRAIN
             total_ms += chance * whole_ms / self.gain(upcoming, num_drafts, some)

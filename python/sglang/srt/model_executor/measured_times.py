@@ -35,8 +35,9 @@ class GpuTimer:
     """
 
     kv_requests, kv_tokens = 32, 1024
-    chunk_rows, chunk_kv_tokens, chunk_repeats = (128, 512, 2048), 16384, 2
-    pass_requests = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
+    chunk_rows: tuple[int, ...] = (128, 512, 2048)
+    chunk_kv_tokens, chunk_repeats = 16384, 2
+    pass_requests: tuple[int, ...] = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class CpuTimer(GpuTimer):
     """Times launches by the clock: a CPU computes while it launches."""
 
     kv_requests, kv_tokens = 4, 256
-    chunk_rows, chunk_kv_tokens, chunk_repeats = (8, 64), 1024, 1
+    chunk_rows = (8, 64)
+    chunk_kv_tokens, chunk_repeats = 1024, 1
     pass_requests = (1, 2, 4, 8, 16, 32, 64)
 
     def affords(self, launch: Launch, repeats: int, budget_s: float) -> bool:

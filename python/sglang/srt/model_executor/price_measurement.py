@@ -42,7 +42,6 @@ from sglang.srt.step.price_table import (
     FindGraph,
     PriceTable,
     PromptChunk,
-    chunk_ms,
     no_graphs,
 )
 
@@ -207,7 +206,7 @@ class PriceMeter:
         costs, least = [], prompt_kv_ms.sizes[0]
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
             chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows) if q_len >= least]
-            seen_ms = sum(chunk_ms(prompt_kv_ms, chunk) for chunk in chunks)
+            seen_ms = sum(chunk.ms(prompt_kv_ms) for chunk in chunks)
             costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
 
