@@ -206,7 +206,9 @@ def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
             with_drafts = with_drafts * all_right + (1.0 - with_drafts)
         expected = with_drafts * run + (1.0 - with_drafts)
         assert with_draftless_steps(runs)[longest - 1].mean == pytest.approx(expected)
-        assert share_with_drafts(*runs[longest - 2 : longest]) == pytest.approx(with_drafts)
+        before, run = runs[longest - 2 : longest]
+        share = share_with_drafts(before, run, run.mean - 1.0)
+        assert share == pytest.approx(with_drafts)
 
 
 # ---------------------------------------------------------------- the choice
