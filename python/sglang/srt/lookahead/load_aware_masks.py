@@ -165,7 +165,7 @@ class LoadAwareMasks:
             return 1.0
         if (kind, k) not in self._shares:
             runs = self._survival[kind].runs(k)
-            self._shares[kind, k] = share_with_drafts(*runs[-2:], runs[-1].mean - 1.0)
+            self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1], runs[-1].mean - 1)
         return self._shares[kind, k]
 
     def _count_ends(self, num_ended: int) -> None:

@@ -27,10 +27,6 @@ class StepCase(NamedTuple):
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
     num_plain: int = 0
 
-    def beside(self, prompt_rows: int) -> StepCase:
-        """Returns the case that this many rows of prompts are fed for certain."""
-        return self._replace(prompts=((1.0, prompt_rows),))
-
 
 class RoundPrices(Protocol):
     """Prices of rounds. What prompts that share a round would cost elsewhere is not part of it:

@@ -37,16 +37,6 @@ GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
-def scores_of(record: StepRecord) -> Floats | None:
-    """[R, S]; of each request's drafts, 0 where it was given fewer; None if they were not copied.
-    The copy was made before the step ran, so nothing is waited for."""
-    if record.scores is None:
-        return None
-    [table] = record.scores.read()
-    chains = table.numpy()[list(record.rows), : max(record.plan.num_drafts)]
-    return np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
-
-
 class TileSpec:
     """Cuts steps of drafts to the rows that pay.
 
@@ -226,11 +216,13 @@ class TileSpec:
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
             self._gains.clear()
-        scores, num_drafts = scores_of(record), record.plan.num_drafts
+        num_drafts, fed = record.plan.num_drafts, result.num_drafts
         accepted = [count or 1 for count in result.accept_lens]
-        if scores is None:
+        if record.scores is None:
             return accepted
-        fed = result.num_drafts
+        [table] = record.scores.read()  # copied before the step ran: nothing is waited for
+        chains = table.numpy()[list(record.rows), : max(num_drafts)]
+        scores = np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
         if fed and not self._has_trees:
             self._continue(accepted, fed, num_drafts, scores)
         told, num_fed = scores, np.array(fed or num_drafts)

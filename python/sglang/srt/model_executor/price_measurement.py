@@ -97,7 +97,8 @@ class PriceMeter:
         logger.info("Measuring prices of steps.")
         prompt_kv_ms = self._prompt_attention()
         graphs_ms = self.graphs_ms(priced_graphs(self._runner, self._max_width))
-        eager = self.timer.times_of(self.eager_rows(), self._step, CPU_ROWS_S, "steps")
+        steps = self.eager_rows(), lambda num_rows: self._launch(self._q_lens(num_rows))
+        eager = self.timer.times_of(*steps, CPU_ROWS_S, "steps")
         reads = [size for size in READ_ROWS if size <= self._max_requests * self._max_width]
         head = self.timer.times_of(reads, self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
@@ -215,9 +216,6 @@ class PriceMeter:
         if key.has_tree:
             batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
         return lambda: self._runner.forward(batch)
-
-    def _step(self, num_rows: int) -> Launch:
-        return self._launch(self._q_lens(num_rows))
 
     def _q_lens(self, num_rows: int) -> list[int]:
         """Returns the rows of the requests of a step of `num_rows` rows, in as few requests as it
