@@ -28,11 +28,7 @@ def test_a_step_costs_what_the_graph_costs_that_it_is_padded_to(
     num_rows: int, padded_to: int
 ) -> None:
     expected = 14.9 if padded_to == 448 else padded_to / 40 + 1
-    assert graph_price(128, 4, num_rows) == expected
-
-
-def test_more_rows_cost_less_where_that_was_measured() -> None:
-    assert graph_price(128, 4, 512) < graph_price(128, 4, 440)
+    assert graph_price(128, 4, num_rows) == expected, "448 rows were measured to cost more than 512"
 
 
 def test_plain_decoding_has_graphs_of_its_own() -> None:

@@ -99,7 +99,7 @@ class MatchedDrafts:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self._prompts.plan(upcoming)
-        lengths = self._lengths(upcoming)
+        lengths = self.lengths(upcoming)
         cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in self._tiers)
         costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         best = best_tier(lengths, costs, self._least_gain)
@@ -110,7 +110,7 @@ class MatchedDrafts:
         self.settled = best
         return Budget(1 + self._with_probes(costs, best), settled=best)
 
-    def _lengths(self, upcoming: UpcomingStep) -> list[float]:
+    def lengths(self, upcoming: UpcomingStep) -> list[float]:
         """See `best_tier`; of requests that take drafts the mean."""
         plain = [1.0] * (1 + self._tiers[-1])
         sums = [0.0] * len(plain)
