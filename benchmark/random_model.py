@@ -1,4 +1,5 @@
-"""Models of random weights: sizes of a Llama, and a folder that `--load-format dummy` can serve."""
+"""Models of random weights: sizes of a Llama or a Qwen3-MoE, and a folder that
+`--load-format dummy` can serve."""
 
 from __future__ import annotations
 
@@ -8,17 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 HF_NAMES = {  # of config.json, where they differ
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
+    "num_chosen": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
 }
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a Llama, named as in `ModelConfig`."""
+    """Sizes of a Llama, named as in `ModelConfig`.
+
+    Attributes:
+        family: what config.json says of the kind of model.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -28,13 +36,45 @@ class Geometry:
     head_dim: int
     vocab_size: int
 
+    family: ClassVar[dict[str, Any]] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+    }
+
     def hf_config(self) -> dict[str, int]:
         """The sizes by their names in config.json."""
         return {HF_NAMES.get(name, name): size for name, size in asdict(self).items()}
 
 
+@dataclass(frozen=True)
+class ExpertGeometry(Geometry):
+    """Sizes of a Qwen3-MoE; `intermediate_size` is that of a row's chosen experts together.
+
+    Attributes:
+        num_chosen: experts that compute a token.
+        expert_size: intermediate features of each.
+    """
+
+    num_experts: int
+    num_chosen: int
+    expert_size: int
+
+    family: ClassVar[dict[str, Any]] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "rope_theta": 1000000.0,
+    }
+
+
 LLAMA_8B = Geometry(4096, 14336, 32, 32, 8, 128, 128256)
-GEOMETRIES = {"llama-3.1-8b": LLAMA_8B, "tiny": Geometry(256, 512, 2, 4, 2, 64, 4096)}
+GEOMETRIES = {
+    "llama-3.1-8b": LLAMA_8B,
+    "qwen3-30b-a3b": ExpertGeometry(2048, 8 * 768, 48, 32, 4, 128, 151936, 128, 8, 768),
+    "tiny": Geometry(256, 512, 2, 4, 2, 64, 4096),
+    "tiny-experts": ExpertGeometry(256, 2 * 64, 2, 4, 2, 64, 4096, 8, 2, 64),
+}
 # Of draft models for LLAMA_8B, which have its tokens.
 DRAFT_GEOMETRIES = {
     "llama-3.2-1b": Geometry(2048, 8192, 16, 32, 8, 64, 128256),
@@ -46,17 +86,16 @@ DRAFT_GEOMETRIES = {
 @contextmanager
 def random_model(geometry_name: str, context_len: int = 8192) -> Iterator[str]:
     """A folder with the config.json of a name in GEOMETRIES, until the block ends."""
+    geometry = GEOMETRIES[geometry_name]
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **geometry.family,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
         "max_position_embeddings": context_len,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,
         "eos_token_id": 1,
-        **GEOMETRIES[geometry_name].hf_config(),
+        **geometry.hf_config(),
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -46,7 +46,10 @@ KINDS = (  # the first whose words appear in a kernel's name
     ("rope and KV write", ("_rotate_and_store",)),
     ("activation", ("_silu_and_mul",)),
     ("sampling", ("argmax", "sgl_kernel", "logsumexp")),
-    (PRODUCTS, ("_few_rows", "gemm", "nvjet", "cutlass", "gemv", "splitK", "matmul")),
+    (
+        PRODUCTS,
+        ("_few_rows", "product_kernel", "gemm", "nvjet", "cutlass", "gemv", "splitK", "matmul"),
+    ),
     ("copies", ("Memcpy", "Memset")),
 )
 MAX_KERNELS, MAX_GAPS = 24, 8  # that are named in a result

@@ -27,34 +27,74 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_recorded_choice_is_made_anew_by_each_replay(dtype: torch.dtype) -> None:
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+
+
+class Layer:
+    """Random experts on the GPU, and rows with scores, whose memory stays where it is."""
+
+    def __init__(self, dtype: torch.dtype, num_rows: int, num_experts: int, size: int) -> None:
+        self._generator = torch.Generator().manual_seed(num_rows)
+        self._dtype = dtype
+        hidden = 2 * size // 3 * 2
+        self.gate_up = self._drawn(num_experts, 2 * size, hidden) / hidden**0.5
+        self.down = self._drawn(num_experts, hidden, size) / size**0.5
+        self.x, self.scores = self._drawn(num_rows, hidden), self._drawn(num_rows, num_experts)
+        self.draw_rows(num_experts)
+
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=self._generator)
+        return drawn.to("cuda", self._dtype)
+
+    def draw_rows(self, num_used: int) -> None:
+        """Makes new rows, which choose among the first experts; no scores of a row are equal."""
+        self.x.copy_(self._drawn(*self.x.shape))
+        noise = torch.rand(self.scores.shape, generator=self._generator)
+        self.scores.copy_(noise.argsort(-1) / 16)
+        self.scores[:, num_used:] = -30.0
+
+    def compute(self, ops: Any) -> torch.Tensor:
+        made: torch.Tensor = ops.experts(self.x, self.scores, self.gate_up, self.down, 4, True)
+        return made
+
+    def assert_right(self, found: torch.Tensor, oracle: Any) -> None:
+        wide = [each.double() for each in (self.x, self.scores, self.gate_up, self.down)]
+        expected = oracle.experts(*wide, 4, True)
+        tolerance = TOLERANCE[self._dtype]
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "num_experts", "size"),
+    [
+        *((torch.bfloat16, num_rows, 16, 192) for num_rows in (1, 2, 9, 33, 64, 128, 300, 512)),
+        (torch.bfloat16, 40, 128, 768),
+        (torch.bfloat16, 9, 16, 54),  # rows that are not aligned
+        (torch.float16, 9, 16, 192),
+        (torch.float32, 1, 16, 192),
+        (torch.float32, 70, 16, 48),
+    ],
+    ids=str,
+)
+def test_a_recorded_choice_is_made_anew_by_each_replay(
+    dtype: torch.dtype, num_rows: int, num_experts: int, size: int
+) -> None:
     from sglang.srt.layers.ops.torch_ops import TorchOps
     from sglang.srt.layers.ops.triton_ops import TritonOps
 
     device = torch.device("cuda")
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
     ops, oracle = TritonOps(device), TorchOps(device)
-    gate_up, down = drawn(16, 256, 64) / 8, drawn(16, 64, 128) / 11
-    x, scores = drawn(9, 64), drawn(9, 16)
-    ops.experts(x, scores, gate_up, down, 4, True)  # compiles
+    layer = Layer(dtype, num_rows, num_experts, size)
+    layer.compute(ops)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.experts(x, scores, gate_up, down, 4, True)
-    for used in (16, 4, 9):  # experts with any rows
-        x.copy_(drawn(9, 64))
-        scores.copy_(drawn(9, 16))
-        scores[:, used:] = -30.0
+        out = layer.compute(ops)
+    for num_used in (num_experts, 4, 9):  # experts with any rows
+        layer.draw_rows(num_used)
         graph.replay()
-        wide = [each.double() for each in (x, scores, gate_up, down)]
-        expected = oracle.experts(*wide, 4, True)
-        tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+        layer.assert_right(out, oracle)
+        assert torch.equal(out, layer.compute(ops))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

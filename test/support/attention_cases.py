@@ -451,6 +451,7 @@ class PlacedCase:
         """KV before these tokens is NaN, and backends are told."""
         table = self.table.req_to_token
         self.pool.kv_starts = torch.zeros(len(table), dtype=torch.int64, device=self.device)
+        self.pool.hides_kv = True
         for row, start in zip(self.rows, kv_starts, strict=True):
             self.pool.kv_starts[row] = start
             for kv in self.pool.kv:

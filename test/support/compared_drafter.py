@@ -53,6 +53,7 @@ from sglang.srt.speculative.eagle_worker import EagleDrafter
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
+from tile_spec_rounds import DEAR_ROWS
 from utils import Setup, make_execution
 
 NUM_STEPS, TOLERANCE = 3, 2e-3
@@ -324,14 +325,16 @@ def compared(
     policy: str = "fixed",
     tree: TreeShape | None = None,
     has_ngrams: bool = False,
+    prices: Path | None = None,
 ) -> tuple[Drafted, Compared]:
     """A scheduler over a target with a head, and n-grams beside it or not, and the drafter of the
-    head, whose drafts are compared."""
+    head, whose drafts are compared. `prices`: steps may be cut, and prices lie in that folder."""
     target, head = paths["target"], paths[kind]
     num_steps, name = (NUM_STEPS, COMPARED) if tree is None else (tree.depth, COMPARED_TREES)
     if kind == DFLASH:
         name = COMPARED_BLOCKS
-    drafter = replace(eagle_config_for(target, head, kind, num_steps, policy, tree=tree), name=name)
+    options = {"tier_policy": policy, "tree": tree, "tile_spec_cache": prices}
+    drafter = replace(eagle_config_for(target, head, kind, num_steps, **options), name=name)
     if has_ngrams:
         pair = PairConfig(drafter=drafter, ngrams=ngram_config(num_steps).options)
         drafter = DrafterConfig("pair", pair)
@@ -339,7 +342,8 @@ def compared(
     execution = make_execution(
         target, setup, CONTEXT, needs.max_rows, row_width=setup.row_width, capture=needs.capture
     )
-    harness = Drafted(make_runners(execution, *drafter_models(drafter, execution)), drafter, setup)
+    runners = make_runners(execution, *drafter_models(drafter, execution))
+    harness = Drafted(runners, drafter, setup, prices=None if prices is None else DEAR_ROWS)
     made: Compared = harness.drafter._model if has_ngrams else harness.drafter
     weights = load_file(target / "model.safetensors")
     made.reference = load_reference(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention import flashinfer_backend, flashinfer_plan
+from sglang.srt.registry import ATTENTION_BACKENDS
 
 
 class FakeWrapper:
@@ -65,6 +67,7 @@ class FakeWrapper:
         planned = self.planned
         self.num_masked += "custom_mask" in self.plan_options
         rows, pages = planned["qo_indptr"].tolist(), planned["paged_kv_indptr"].tolist()
+        masks = self.plan_options.get("custom_mask")
         for request, last in enumerate(planned["paged_kv_last_page_len"].tolist()):
             own = planned["paged_kv_indices"][pages[request] : pages[request + 1]].long()
             kv_len = (len(own) - 1) * page_size + last
@@ -73,12 +76,19 @@ class FakeWrapper:
                 for part in kv
             )
             start, end = rows[request], rows[request + 1]
-            out[start:end] = self._attend(q[start:end], k, v)
+            mask = None
+            if masks is not None:
+                count = (end - start) * kv_len
+                mask, masks = masks[:count].view(end - start, kv_len), masks[count:]
+            out[start:end] = self._attend(q[start:end], k, v, mask)
+        assert masks is None or not len(masks)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         keys = torch.arange(len(k))
         positions = torch.arange(len(k) - len(q), len(k))[:, None]
-        seen = keys <= positions
+        seen = keys <= positions if mask is None else mask
         if (left := self.plan_options["window_left"]) >= 0:
             seen &= keys >= positions - left
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.plan_options["sm_scale"]
@@ -149,3 +159,16 @@ def install_fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeWrapper]:
     monkeypatch.setattr(flashinfer_backend, "num_multiprocessors", lambda _: 1)
     monkeypatch.setattr(flashinfer_plan, "LEAST_FLOAT_WORKSPACE_BYTES", 1)
     return wrappers
+
+
+def serve_with_fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeWrapper]:
+    """Has models on the CPU, of heads of any size, attend by FlashInfer's backend over a fake."""
+    backend = flashinfer_backend.FlashInferBackend
+    here = replace(
+        backend.capabilities(), devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32})
+    )
+    monkeypatch.setattr(backend, "capabilities", classmethod(lambda cls: here))
+    monkeypatch.setattr(flashinfer_plan, "HEAD_DIMS", range(1, 257))
+    place = f"{backend.__module__}:{backend.__name__}"
+    monkeypatch.setitem(ATTENTION_BACKENDS.entries, "torch_native", place)
+    return install_fake(monkeypatch)

@@ -73,8 +73,14 @@ def activation_case(num_rows: int, size: int) -> Case:
     return run
 
 
-def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Case:
-    """Every slot that is not named must keep its content."""
+def rotation_case(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, by_token: bool = False
+) -> Case:
+    """Every slot that is not named must keep its content.
+
+    Args:
+        by_token: the rotation has a row for each token.
+    """
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         rope = parse_rope({"rope_theta": 10_000.0})
@@ -87,8 +93,11 @@ def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: 
         expected_kv = kv.double()
         rotation = ORACLE.rotation(table, positions)
         expected = ORACLE.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
-        rotation = ops.rotation(table, positions)
-        q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
+        if by_token:
+            q = ops.rotate_and_store(heads, table[positions], None, kv, slots)
+        else:
+            rotation = ops.rotation(table, positions)
+            q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
         return max(_worst(q, expected, dtype), _worst(kv, expected_kv, dtype))
 
     return run
@@ -120,21 +129,36 @@ def gated_case(num_rows: int, size: int, in_features: int, has_bias: bool = Fals
 
 
 def experts_case(
-    num_rows: int, num_experts: int, num_chosen: int, normalizes: bool, size: int = 64
+    num_rows: int,
+    num_experts: int,
+    num_chosen: int,
+    normalizes: bool,
+    size: int = 64,
+    hidden_size: int = 64,
+    has_ties: bool = False,
 ) -> Case:
-    """Makes a case of experts with large scores; the last expert is never chosen."""
+    """Makes a case of experts with large scores; the last expert is never chosen.
+
+    Args:
+        has_ties: each expert has a twin with its weights and scores, so that any choice of equal
+            scores gives the same.
+    """
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
-        x = _values(generator, device, dtype, num_rows, 64)
+        x = _values(generator, device, dtype, num_rows, hidden_size)
         scores = 3 * _values(generator, device, dtype, num_rows, num_experts)
         scores[:, -1] = -30.0
-        gate_up = _values(generator, device, dtype, num_experts, 2 * size, 64) / 8
-        down = _values(generator, device, dtype, num_experts, 64, size) / size**0.5
-        wide = [each.double() for each in (x, scores, gate_up, down)]
+        gate_up = _values(generator, device, dtype, num_experts, 2 * size, hidden_size)
+        gate_up /= hidden_size**0.5
+        down = _values(generator, device, dtype, num_experts, hidden_size, size) / size**0.5
+        if has_ties:
+            scores = torch.cat((scores, scores), -1)
+            gate_up, down = torch.cat((gate_up, gate_up)), torch.cat((down, down))
+        given = (scores, gate_up, down)
+        wide = [each.double() for each in (x, *given)]
         expected = ORACLE.experts(*wide, num_chosen, normalizes)
-        return _worst(
-            ops.experts(x, scores, gate_up, down, num_chosen, normalizes), expected, dtype
-        )
+        found = ops.experts(x, *given, num_chosen, normalizes)
+        return _worst(found, expected, dtype)
 
     return run
 
@@ -151,6 +175,7 @@ CASES: dict[str, Case] = {
     "activation of an odd size": activation_case(2, 1100),
     "rotation, GQA 4:2": rotation_case(7, 4, 2, 128),
     "rotation, GQA 3:1": rotation_case(5, 3, 1, 64),
+    "rotation by token": rotation_case(5, 3, 1, 64, by_token=True),
     "rotation, keys alone": rotation_case(5, 0, 2, 64),
     "rotation, a head each": rotation_case(3, 2, 2, 64),
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
@@ -176,6 +201,8 @@ CASES: dict[str, Case] = {
     "experts of no rows": experts_case(0, 4, 2, True),
     "experts of many rows": experts_case(37, 8, 3, False),
     "experts of an odd size": experts_case(5, 4, 1, False, size=50),
+    "experts of odd sizes": experts_case(19, 6, 1, True, size=40, hidden_size=96),
+    "experts with equal scores": experts_case(6, 4, 3, True, size=40, has_ties=True),
     "rotation of one token": rotation_case(1, 4, 2, 128),
     "product of 16 rows, few features": product_case(16, 512, 256),
     "product of 40 rows, few features": product_case(40, 512, 256),

@@ -40,7 +40,10 @@ class Model:
         from transformers import AutoModelForCausalLM
 
         self.config = load_model_config(str(path))
-        self.reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # By its plain code: some versions take SDPA for Gemma 2, which has no soft cap.
+        self.reference = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def runner(self, page_size: int) -> ModelRunner:
         return make_runners(

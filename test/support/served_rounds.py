@@ -25,7 +25,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative import rounds as speculative_rounds
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.rounds import planner_of_rounds
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import BatchRequest, HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text
 
@@ -48,7 +48,8 @@ def rounds(can_rest: bool = False) -> MeasuredRoundPrices:
     """Prices of rounds; KV costs nothing."""
     target = PriceTable(no_graphs, {}, curve(STEP_MS), curve(READ_MS), spread=0.004)
     first = Curve((1, 4096), (FIRST_DRAFT_MS,) * 2)
-    passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
+    draft_ms = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
+    passes = {n: PassPrices(each) for n, each in draft_ms.items()}
     extend = PriceTable(no_graphs, {}, curve(EXTEND_MS), first)
     return MeasuredRoundPrices(target, DraftPrices(extend, passes), can_rest=can_rest)
 

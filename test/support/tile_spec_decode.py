@@ -19,7 +19,7 @@ from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import TileSpec
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
 # Milliseconds of a step by rows: all products, which were measured up to 576 rows, and 0.6 more.
@@ -38,7 +38,8 @@ def rounds() -> MeasuredRoundPrices:
     rows, costs = tuple(STEP_MS), tuple(STEP_MS.values())
     target = PriceTable(no_graphs, {}, Curve(rows, costs), NO_MS, spread=0.004)
     extend = Curve(rows, tuple(EXTEND_SHARE * cost for cost in costs))
-    passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
+    draft_ms = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
+    passes = {n: PassPrices(each) for n, each in draft_ms.items()}
     return MeasuredRoundPrices(
         target, DraftPrices(PriceTable(no_graphs, {}, extend, NO_MS), passes)
     )

@@ -16,7 +16,7 @@ from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.speculative import rounds
 from sglang.srt.speculative.drafter import ComputedStep
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult
 
 FLAT = Curve((1,), (1e-9,))
@@ -31,7 +31,7 @@ def prices_of(sizes: Sequence[int], costs_ms: Sequence[float]) -> PriceTable:
 
 FREE_ROWS = prices_of((1, 1024), (1.0, 1.0))
 DEAR_ROWS = prices_of((1, 1024), (1.0, 1024.0))
-FREE_PASS = Curve((1, 1024), (0.0, 0.0))
+FREE_PASS = PassPrices(Curve((1, 1024), (0.0, 0.0)))
 FREE_DRAFTS = DraftPrices(
     prices_of((1, 1024), (1e-9, 1e-9)),
     dict.fromkeys(range(1, MAX_STEPS), FREE_PASS),

@@ -296,6 +296,7 @@ class SchedulerHarness:
         """Steps until nothing is left to do."""
         for _ in range(max_steps):
             if self.is_idle:
+                self.scheduler.processor.wait_for_files()
                 self.scheduler.checker.when_idle()
                 return
             self.step()

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmark import http_load
 from benchmark.command import add_schedule_options, schedule_flags
 from benchmark.measure import long_prompts, step_gaps, stream_bounds
 from benchmark.measure.kernel_times import Event, flop, kind_of, sums
 from benchmark.measure.long_prompts import CASES, Case
-from benchmark.random_model import GEOMETRIES, LLAMA_8B
+from benchmark.random_model import GEOMETRIES, LLAMA_8B, random_model
 from benchmark.sse_client import StreamClient, StreamedAnswer, StreamError, last_event
 from priced_server import h100
 from sglang.srt.lookahead.prompt_budget import PromptBudget
@@ -153,6 +153,19 @@ def test_operations_of_a_prefill_are_those_of_its_weights_and_of_its_pairs_of_to
     assert found["matrix products"] == 2 * (100 * layers + 4096 * 128256)
     pairs = sum(key <= query for query in range(100) for key in range(100))
     assert found["attention"] == 32 * 32 * pairs * (2 * 128 + 2 * 128)
+
+
+def test_a_geometry_of_experts_has_the_weights_of_the_model_of_its_name() -> None:
+    """A prefill multiplies by those of the chosen experts alone; those of the router are few."""
+    with random_model("qwen3-30b-a3b") as folder, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert sum(sizes.values()) == 30_532_122_624
+    active = sum(sizes.values()) - experts * (128 - 8) // 128
+    embedding = sizes["model.embed_tokens.weight"]
+    products = flop(GEOMETRIES["qwen3-30b-a3b"], 1)["matrix products"]
+    assert products == pytest.approx(2 * (active - embedding), rel=0.01)
 
 
 # ---------------------------------------------------------------- gaps beside a long prompt

@@ -36,9 +36,10 @@ class FakeNccl:
 class FakeMemory:
     """Stands in for `_SymmetricMemory`, and for the kernel."""
 
-    def __init__(self, unable: int | None) -> None:
-        self._unable = unable
-        self._arrivals = itertools.count()
+    def __init__(self, unable: int | None, lacks: int | None = None) -> None:
+        self._unable, self._lacks = unable, lacks
+        self._arrivals, self._made = itertools.count(), itertools.count()
+        self.num_meetings = 0
         self._rank_of: dict[int, RankGroup] = {}
         self.ranks: list[RankGroup] = []
         self.summed: list[int] = []  # bytes
@@ -46,10 +47,13 @@ class FakeMemory:
     def empty_strided_p2p(
         self, size: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        if next(self._made) == self._lacks:
+            raise RuntimeError("CUDA out of memory.")
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def rendezvous(self, shared: torch.Tensor, name: str) -> None:
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        self.num_meetings += 1
         number = next(self._arrivals)
         if number == self._unable:
             raise RuntimeError("CUDA driver error: no peer\nin some file")
@@ -64,9 +68,9 @@ class FakeMemory:
 
 
 def connected(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, unable: int | None = None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *problems: int | None
 ) -> tuple[list[RankGroup], FakeMemory, ThreadPoolExecutor]:
-    memory, pool = FakeMemory(unable), ThreadPoolExecutor(NUM_RANKS)
+    memory, pool = FakeMemory(*problems or (None,)), ThreadPoolExecutor(NUM_RANKS)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -127,14 +131,26 @@ def test_small_messages_that_the_kernel_takes_are_summed_by_it(
     assert len(memory.summed) == (2 if is_small else 1) * NUM_RANKS
 
 
-def test_one_rank_that_cannot_read_the_others_leaves_all_sums_to_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("problems", "num_meetings", "said"),
+    [((1,), NUM_RANKS, "CUDA driver error: no peer"), ((None, 1), 0, "CUDA out of memory.")],
+    ids=["cannot read the others", "lacks memory"],
+)
+def test_one_rank_that_cannot_leaves_all_sums_to_nccl(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    problems: tuple[int | None, ...],
+    num_meetings: int,
+    said: str,
 ) -> None:
-    ranks, memory, pool = connected(tmp_path, monkeypatch, unable=1)
+    """And no rank waits for one that has failed before they meet."""
+    ranks, memory, pool = connected(tmp_path, monkeypatch, *problems)
     with caplog.at_level(logging.WARNING):
         list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, LIMIT), ranks))
     assert [rank.one_shot for rank in ranks] == [None, None]
-    assert caplog.messages == ["NCCL sums small messages too, since: CUDA driver error: no peer"]
+    assert caplog.messages == [f"NCCL sums small messages too, since: {said}"]
+    assert memory.num_meetings == num_meetings
     messages = [torch.ones((1, 8)) for _ in ranks]
     list(pool.map(lambda rank, x: rank.sum(x), ranks, messages))
     assert all(message.tolist() == [[2.0] * 8] for message in messages)
@@ -150,6 +166,7 @@ def test_torch_finds_the_ranks_by_the_name_of_their_group(
     monkeypatch.setattr(FakeMemory, "rendezvous", lambda *arguments: None)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     sums = OneShotSums(ranks.shard, ranks._group, store, "cpu", LIMIT)
+    sums.connect()
     found = _resolve_process_group(NAME)
     assert (found.rank(), found.size(), found.group_name) == (0, 1, NAME)
     del sums

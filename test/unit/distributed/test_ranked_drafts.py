@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from draft_heads import EAGLE, EAGLE3, FILE, P_EAGLE
+from draft_heads import DFLASH, EAGLE, EAGLE3, FILE, P_EAGLE
 from drafted_serving import VOCAB, Drafted, nothing, params_of, pause, prompts, serve
 from drafter_checks import DraftCounter, asking_requests, assert_same
 from eagle_models import (
@@ -129,6 +129,7 @@ DRAFTERS: dict[str, Made] = {
     "EAGLE": lambda paths, _: model_of(paths, EAGLE),
     "EAGLE3 that rests": lambda paths, _: model_of(paths, EAGLE3, RESTING),
     "P-EAGLE, any tier": lambda paths, _: model_of(paths, P_EAGLE, JUMPING),
+    "blocks, any tier": lambda paths, _: model_of(paths, DFLASH, JUMPING),
     "a draft model, any tier": lambda paths, _: model_of(paths, STANDALONE, JUMPING),
     "trees of EAGLE": lambda paths, _: model_of(paths, EAGLE, tree=TREE),
     "trees of EAGLE3": lambda paths, _: model_of(paths, EAGLE3, tree=TREE),

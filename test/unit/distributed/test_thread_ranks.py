@@ -148,6 +148,26 @@ def requests(rng_seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     ]
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_give_the_same_tokens_over_pages_and_behind_retractions(
+    model_type: str, tmp_path: Path
+) -> None:
+    changes = FAMILIES["experts"][1] if model_type == "qwen3_moe" else {"num_local_experts": 4}
+    path, told = make_random_model(model_type, tmp_path / "model", **changes), []
+    setups = Setup(), Setup(page_size=16, num_pages=64, retract_interval=3)
+    for setup in setups:
+        serving = Serving(path, setup)
+        harness = serving.harness
+        numbers = [
+            harness.submit(tokens, max_new_tokens=8, **params) for tokens, params in requests(1)
+        ]
+        harness.run()
+        told.append([harness.outputs[number] for number in numbers])
+        serving.end()
+    assert [each.token_ids for each in told[0]] == [each.token_ids for each in told[1]]
+    assert sum(each.num_retractions for each in told[1]) > 3
+
+
 def outputs(path: Path, setup: Setup, num_ranks: int = 2) -> list[list[int]]:
     serving = Serving(path, setup, num_ranks) if num_ranks > 1 else None
     if serving is None:

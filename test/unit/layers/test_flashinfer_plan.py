@@ -13,6 +13,7 @@ import torch
 
 from attention_cases import (
     CASES,
+    HOLE_CASES,
     MIXED,
     PACKED_CASES,
     TOLERANCE,
@@ -132,6 +133,24 @@ def test_what_is_planned_is_the_step(
         out = backend.forward(layer, placed.q[layer])
         assert out.shape == right.shape
         assert (out - right).abs().max() <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("name", HOLE_CASES)
+def test_kv_that_is_not_there_is_in_no_plan(
+    made: list[FakeWrapper], name: str, is_exact: bool
+) -> None:
+    """The pool's pages are of 16 slots, and rows begin to see anywhere in them."""
+    placed = place(replace(HOLE_CASES[name], head_dim=64, graph_width=None))
+    batch = replace(placed.batch, graph_key=None)
+    if is_exact:
+        lens = batch.kv_lens.tolist()
+        batch = replace(batch, kv_len_upper_bounds=lens, bounds_are_exact=True)
+    backend = backend_of(placed, placed.case.page_size)
+    backend.plan(batch)
+    for layer, right in enumerate(placed.expected()):
+        out = backend.forward(layer, placed.q[layer])[: placed.num_fed]
+        assert (out - right).abs().nan_to_num(nan=1e9).max() <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("page_size", [1, None], ids=["slots", "pages"])

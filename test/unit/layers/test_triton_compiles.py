@@ -29,7 +29,9 @@ from sglang.srt.layers.attention.triton_ops import (
     sums_kernel,
 )
 from sglang.srt.layers.attention.triton_ops import kernels as attention
+from sglang.srt.layers.ops import experts_kernels as experts
 from sglang.srt.layers.ops import triton_ops as ops
+from sglang.srt.layers.ops.expert_products import ExpertTiles
 from sglang.srt.model_executor import triton_tree_search as trees
 from sglang.srt.speculative import triton_kept_paths as paths
 from sglang.srt.speculative import triton_mask_ops as masks
@@ -43,7 +45,17 @@ from sglang.srt.step.triton_write_drafts import _write_drafts_kernel
 
 TARGETS = ((80, "fp16"), (90, "bf16"))
 GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most
-NEVER_ALIGNED = ("num_rows", "num_items", "window", "early", "beside", "eps", "scale")
+NEVER_ALIGNED = (
+    "num_rows",
+    "num_pairs",
+    "num_blocks",
+    "num_items",
+    "window",
+    "early",
+    "beside",
+    "eps",
+    "scale",
+)
 # Of int64.
 INTEGERS = (
     *("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "outside_ptr"),
@@ -88,6 +100,7 @@ TREE_INPUTS = ("ancestors_ptr", "tree_starts_ptr", "ancestors_out_ptr", "tree_st
 HIDDEN_INPUTS = ("hidden_ptr", "hidden_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
+EXPERT_INTEGERS = {f"{name}_ptr": "*i32" for name in ("experts", "order", "blocks")}
 SHARED = {f"{name}_ptr": "*i32" for name in ("counts", "tiles", "members", "places", "starts")} | {
     "own_sums_ptr": "*fp32",
     "own_stats_ptr": "*fp32",
@@ -165,6 +178,40 @@ def few_rows(block_m: int, block_n: int, block_k: int, gated: bool = False) -> d
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GATED": gated}
 
 
+def experts_product(
+    num_rows: int, is_gated: bool, is_even: bool = True, limit: int = 227 << 10
+) -> Kernel:
+    """The product that so many rows of Qwen3-30B-A3B launch."""
+    tiles = ExpertTiles.choose(8 * num_rows, 128, 2, limit)
+    tile = tiles.gate_up if is_gated else tiles.down
+    return Kernel(
+        experts.product_kernel,
+        {
+            "NUM_CHOSEN": 8,
+            "GATED": is_gated,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "IS_EVEN": is_even,
+            "HALVES": tiles.block_m > 16,
+        },
+        tile.num_warps,
+        tile.num_stages,
+        EXPERT_INTEGERS,
+    )
+
+
+def route(num_experts: int, num_chosen: int, is_alone: bool) -> Kernel:
+    constants = {
+        "NUM_CHOSEN": num_chosen,
+        "NORMALIZES": is_alone,
+        "IS_ALONE": is_alone,
+        "BLOCK_E": num_experts,
+        "BLOCK_C": triton.next_power_of_2(num_chosen),
+    }
+    return Kernel(experts.route_kernel, constants, 1, types=EXPERT_INTEGERS)
+
+
 def row_division(num_reqs: int, num_drafts: int, num_masks: int, own_rows: bool) -> Kernel:
     options = rows.tile_and_warps(num_reqs)
     num_warps = options.pop("num_warps")
@@ -212,10 +259,33 @@ KERNELS = {
         num_warps=1,
         types={"table_ptr": "*fp32"},
     ),
+    "rotation by token": Kernel(
+        ops._rotate_and_store_kernel,
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 4,
+            "HALF": 64,
+            "BLOCK_G": 8,
+            "BLOCK_H": 64,
+            "positions_ptr": None,
+        },
+        num_warps=1,
+    ),
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),
     "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 64, 128, True), num_stages=3),
+    "experts of one row": route(128, 8, True),
+    "experts of rows": route(512, 32, False),
+    "rows by expert": Kernel(
+        experts.group_kernel,
+        {"BLOCK_M": 16, "BLOCK_E": 128, "CHUNK": 4096},
+        num_warps=8,
+        types=EXPERT_INTEGERS,
+    ),
+    "gated products of experts": experts_product(1, True),
+    "products of experts, not even": experts_product(32, False, is_even=False),
+    "sum of experts": Kernel(experts.sum_kernel, {"NUM_CHOSEN": 8, "BLOCK": 512}),
     **tree_kernels(
         "prompts",
         attention._extend_kernel,
@@ -555,6 +625,18 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
         kernel = Kernel(ops._few_rows_kernel, constants, shape.num_warps, shape.num_stages)
         dtype = "bf16" if capability >= 90 else "fp16"
         assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
+
+
+@pytest.mark.long_matrix
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(("num_rows", "is_gated"), [(32, True), (512, True), (4096, False)])
+def test_products_of_experts_fit_into_the_shared_memory(
+    capability: int, num_rows: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = shared_bytes(capability, monkeypatch)
+    kernel = experts_product(num_rows, is_gated, limit=limit)
+    dtype = "bf16" if capability >= 90 else "fp16"
+    assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
 
 
 @pytest.mark.long_matrix

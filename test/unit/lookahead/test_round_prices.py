@@ -14,7 +14,15 @@ from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRoundPrices, St
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, StepShape, no_graphs
+from sglang.srt.step.price_table import (
+    Curve,
+    DraftPrices,
+    PassPrices,
+    PriceTable,
+    StepShape,
+    no_graphs,
+)
+from tile_spec_rounds import FREE_PASS
 
 SHAPES = [TreeShape(4, 1, 4), TreeShape(4, 3, 10), TreeShape(2, 5, 7), TreeShape(4, 5, 3)]
 
@@ -37,11 +45,8 @@ def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> 
         kv_ms=0.02,
         row_kv_ms=0.01,
     )
-    passes = {1: Curve((1, 8), (7.0, 7.0)), 2: Curve((1, 8), (14.0, 14.0))}
-    prices = [
-        MeasuredRoundPrices(target, DraftPrices(extend, passes), drafts_at_once=at_once)
-        for at_once in (False, True)
-    ]
+    passes = {n: PassPrices(Curve((1, 8), (7.0 * n,) * 2), 0.03 * n) for n in (1, 2)}
+    prices = MeasuredRoundPrices(target, DraftPrices(extend, passes))
     for num_reqs, num_drafts, kv_tokens in itertools.product((1, 3, 8), range(4), (0, 40)):
         rows = num_reqs * (1 + num_drafts)
         shape = StepShape(
@@ -51,11 +56,19 @@ def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> 
         cost += kv_tokens * (0.02 + 0.01 * (1 + num_drafts))
         if num_drafts:
             cost += 3.0 * num_reqs + (num_drafts - 1) * (7.0 + 0.03 * kv_tokens)
-        upcoming = StepCase(num_reqs, kv_tokens)
-        one_by_one, at_once = (each.round_ms(upcoming, num_drafts) for each in prices)
-        assert one_by_one == pytest.approx(cost)
-        saved = 0.02 * kv_tokens * max(0, num_drafts - 2)  # KV is read once for all draft rows
-        assert at_once == pytest.approx(cost - saved)
+        assert prices.round_ms(StepCase(num_reqs, kv_tokens), num_drafts) == pytest.approx(cost)
+
+
+def test_fewer_drafts_than_any_tier_has_cost_those_of_the_next_larger_one() -> None:
+    """Requests may ask for so few, and only tiers are measured."""
+    target, extend = rounds().target, rounds().head.extend
+    passes = {n: PassPrices(Curve((1,), (float(n),))) for n in (2, 6)}
+    prices = MeasuredRoundPrices(target, DraftPrices(extend, passes))
+    without = MeasuredRoundPrices(target, DraftPrices(extend, dict.fromkeys(range(7), FREE_PASS)))
+    for num_drafts, cost in ((2, 2.0), (3, 2.0), (4, 6.0), (7, 6.0)):
+        case = StepCase(1)
+        gap = prices.round_ms(case, num_drafts) - without.round_ms(case, num_drafts)
+        assert gap == pytest.approx(cost)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -66,7 +79,10 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
     target = PriceTable(no_graphs, {}, Curve((1, 1000), (1.0, 1000.0)), Curve((1,), (2.0,)), 3, 4)
     extend_rows, head = Curve((1, 1000), (0.1, 100.0)), Curve((1,), (50.0,))
     extend = PriceTable(no_graphs, {}, extend_rows, head, 0.3, 0.4)
-    passes = {shape: Curve((1, 8), (7.0, 56.0)), 1: Curve((1,), (1e9,))}
+    passes = {
+        shape: PassPrices(Curve((1, 8), (7.0, 56.0)), 0.7),
+        1: PassPrices(Curve((1,), (1e9,))),
+    }
     rounds = MeasuredRoundPrices(target, DraftPrices(extend, passes), tree=shape)
     for num_reqs, num_cut, prompts_fed in itertools.product((1, 3, 8), (0, 2), (0, 32)):
         rows = num_reqs * width - num_cut
@@ -74,8 +90,7 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
         expected = 1.0 * (rows + prompts_fed) + 2.0 * (rows + (prompts_fed > 0))
         expected += 0.1 * (num_reqs * paths + prompts_fed) + 7.0 * num_reqs
         assert cost.rows_ms == pytest.approx(expected)
-        kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths
-        kv_ms += (shape.depth - 1) * (0.3 + 0.4 * shape.topk)
+        kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths + 0.7
         assert cost.kv_ms == pytest.approx(kv_ms)
     table = TileSpec(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
     assert table.rows[-1] == 3 * width

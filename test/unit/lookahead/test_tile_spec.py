@@ -29,7 +29,7 @@ from sglang.srt.lookahead.tile_spec import (
 )
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 from tile_spec_decode import batch_of, cut_plan, record_of
@@ -50,7 +50,9 @@ def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRoundP
         eager = Curve((1, 1024), (scale * 1000, scale * 2023))
         return PriceTable(keys.find_shape, costs, eager, FREE, 1e-6, 1e-7)
 
-    return MeasuredRoundPrices(table(1.0), DraftPrices(table(0.1), {1: FREE, 2: FREE}))
+    return MeasuredRoundPrices(
+        table(1.0), DraftPrices(table(0.1), {n: PassPrices(FREE, n * 1.1e-6) for n in (1, 2)})
+    )
 
 
 def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see() -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
-from draft_heads import EAGLE, EAGLE3
+from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT, eagle_config_for, write_models
 from head_rounds import MAX_REQUESTS, MAX_ROWS, NUM_STEPS, WRITERS, make_head
 from recorded_graphs import recorded_graphs, replayable_backends
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.step.price_table import StepShape
 from utils import Setup, make_execution, make_random_llama
 
 KINDS = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
@@ -44,9 +51,9 @@ def test_what_a_head_does_in_a_round_is_timed(tmp_path: Path, kind: str, has_gra
         with mock.patch.object(head, "forward", noting):
             prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, NUM_STEPS)
     assert set(prices.passes) == set(NUM_STEPS)
-    for curve in prices.passes.values():
-        assert curve.sizes[0] == 1
-        assert min(curve.costs_ms) > 0
+    for drafting in prices.passes.values():
+        assert drafting.by_requests.sizes[0] == 1
+        assert min(drafting.by_requests.costs_ms) > 0
     assert prices.extend.head.at(1) > 0
     assert any(used) == has_graphs
     for num_reqs in (1, 5, MAX_REQUESTS):
@@ -55,6 +62,60 @@ def test_what_a_head_does_in_a_round_is_timed(tmp_path: Path, kind: str, has_gra
             assert (key is not None) == has_graphs
             assert key is None or prices.extend.graphs_ms[key] > 0
             assert prices.extend.rows_ms(num_reqs, width, num_reqs * width) > 0
+
+
+class ReadingClock:
+    """Shows 1 us for each token of KV that attention has read in a first layer, and some time for
+    each look at it."""
+
+    def __init__(self) -> None:
+        self._num_planned = self._num_read = self._num_looks = 0
+
+    def __call__(self) -> float:
+        self._num_looks += 1
+        return 1e-6 * (self._num_read + self._num_looks)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Runs while this lasts."""
+        backend, clock = TorchNativeBackend, self
+        plan, forward = backend.plan, backend.forward
+
+        def planned(self: TorchNativeBackend, batch: ForwardBatch) -> None:
+            clock._num_planned = int(batch.kv_lens.sum())
+            plan(self, batch)
+
+        def ran(self: TorchNativeBackend, layer: int, q: torch.Tensor) -> torch.Tensor:
+            clock._num_read += clock._num_planned if layer == 0 else 0
+            return forward(self, layer, q)
+
+        with mock.patch.multiple(backend, plan=planned, forward=ran):
+            yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"),
+    [(EAGLE, {1: 1, 3: 3}), (P_EAGLE, {1: 1, 3: 1}), (DFLASH, {1: 1, 3: 1})],
+)
+def test_a_pass_is_priced_with_all_kv_that_it_reads(
+    tmp_path: Path, kind: str, reads: dict[int, int]
+) -> None:
+    """Draft steps read it once each, rows over mask tokens together. A head of blocks only stores
+    KV when it is fed, so nothing that is measured there tells what its block reads."""
+    target = make_random_llama(tmp_path / "target", num_hidden_layers=8, vocab_size=320)
+    clock, head = ReadingClock(), make_head(target, WRITERS[kind](tmp_path / "head"), kind, 1)
+    with clock.at_work():
+        prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, NUM_STEPS, clock)
+    us = {shape: 1e3 * each.kv_ms for shape, each in prices.passes.items()}
+    assert us == pytest.approx(reads)
+    assert 1e3 * prices.extend.kv_ms == pytest.approx(0 if kind == DFLASH else 1)
+    rounds = MeasuredRoundPrices(prices.extend, prices, num_free=int(kind != DFLASH))
+    for num_drafts in (1, 3):
+        short, long = (rounds.round_ms(StepCase(2, kv), num_drafts) for kv in (0, 1000))
+        of_rows = 2 * prices.extend.attention_ms(StepShape(2, 0, 0, 0, 1000, 0))
+        num_steps = num_drafts - rounds.num_free
+        drafting = reads[3 if num_steps > 1 else 1] if num_steps else 0
+        assert long - short == pytest.approx(of_rows + drafting, abs=0.01)
 
 
 @pytest.mark.long_matrix

@@ -118,7 +118,7 @@ def test_restored_memory_is_where_its_addresses_say(paths: tuple[Path, Path]) ->
     memory = make_runners(*configs(paths)).memory
     pool = memory.pools[1]
     pool.track_starts(4)
-    notes, marks = pool.add_notes(1), pool.left_out
+    notes, marks = pool.add_notes(1), pool.is_fed
     assert marks is not None
     marks.fill_(True)
     addresses = memory.addresses()

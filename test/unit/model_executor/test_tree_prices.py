@@ -58,7 +58,8 @@ def test_passes_that_draft_trees_are_timed(tmp_path: Path, kind: str, has_graphs
             clock = itertools.count(step=1e-5).__next__  # no size is left out for time
             prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, SHAPES, clock)
     assert [*prices.passes] == SHAPES
-    for shape, curve in prices.passes.items():
+    for shape, drafting in prices.passes.items():
+        curve = drafting.by_requests
         assert curve.sizes == (1, 2, 4, 8, MAX_REQUESTS)
         assert min(curve.costs_ms) > 0
         assert drafted[shape] >= len(curve.sizes)

@@ -138,34 +138,6 @@ def test_weights_that_do_not_sum_to_one_matter(tmp_path: Path) -> None:
     assert float((Model(path).expected(tokens) - before).abs().max()) > 0.01
 
 
-# --- products by groups --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [16, 12])  # by groups, and where rows are not aligned
-def test_products_by_groups_are_those_of_the_experts(size: int) -> None:
-    triton_ops = pytest.importorskip("sglang.srt.layers.ops.triton_ops")
-
-    class PlainKernels(triton_ops.TritonOps):  # type: ignore[misc, name-defined]
-        silu_and_mul = TorchOps.silu_and_mul
-        gated_linear, linear = TorchOps.gated_linear, TorchOps.linear
-
-        def __init__(self) -> None:
-            self._has_grouped = True
-
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
-
-    x, scores = drawn(11, 16), drawn(11, 6)
-    scores[:, 2] = -30.0
-    gate_up, down = drawn(6, 2 * size, 16) / 4, drawn(6, 16, size) / 4
-    found = PlainKernels().experts(x, scores, gate_up, down, 2, True)
-    wide = [each.double() for each in (x, scores, gate_up, down)]
-    expected = TorchOps(x.device).experts(*wide, 2, True)
-    torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
-
-
 # --- look-ahead ----------------------------------------------------------------------------------
 
 

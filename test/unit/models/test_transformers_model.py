@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,11 +39,14 @@ from ngram_serving import ngram_config
 from sglang.srt import model_config
 from sglang.srt.layers.forward_batch import dummy_step
 from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
-from sglang.srt.models.exchanged_modules import StepGatedMLP, StepNorm, StepPart
+from sglang.srt.models import fused_layers
+from sglang.srt.models.exchanged_modules import CurrentStep, StepGatedMLP, StepNorm, StepPart
+from sglang.srt.models.fused_layers import StepLayer, StepRotations
 from sglang.srt.models.transformers_model import TransformersModel
 from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
 from sglang.srt.shard import Shard
@@ -199,6 +203,88 @@ def test_modules_with_known_code_are_exchanged(tmp_path: Path) -> None:
     assert kinds.count(StepNorm) == 2 * 4 + 1
     places = WeightPlaces(runner.model, runner.config.model)
     assert places.names == sorted(Model(path).reference.state_dict().keys() - places.shared.keys())
+
+
+# Number of layers whose adds are fused with norms, and the layers whose rotation is fused with the
+# write of K and V: not Gemma's norms, Granite's multiplier, norms after the add, another rotation.
+FUSED: dict[str, tuple[int, set[int]]] = {
+    "Gemma 2": (0, {0, 1}),
+    "Gemma 3": (0, {0, 1}),
+    "Phi 3": (2, set()),
+    "Olmo 2": (0, {0, 1}),
+    "Olmo 3": (0, {0, 1}),
+    "Granite": (0, {0, 1}),
+    "SmolLM3": (2, {0}),
+    "Cohere 2": (0, set()),
+    "GLM-4": (2, set()),
+    "Ministral": (2, {0, 1}),
+}
+
+
+def made(name: str, folder: Path) -> tuple[Path, TransformersModel]:
+    model_type, entries, _ = FAMILIES[name]
+    path = make_random_model(model_type, folder, pad_token_id=0, **entries)
+    model = make_runner(path, Setup()).model
+    assert isinstance(model, TransformersModel)
+    return path, model
+
+
+@pytest.mark.long_matrix
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_of_known_form_are_fused_and_give_the_same_tokens(tmp_path: Path, name: str) -> None:
+    """Compares with the tokens of layers and rotations that are left to transformers' code."""
+    path, model = made(name, tmp_path / "model")
+    layers = [each for each in model.modules() if isinstance(each, StepLayer)]
+    assert (len(layers), model._step.rotations.layers) == FUSED[name]
+    asked = [sequence(length, seed=length) for length in (1, 17, 33)]
+    fused = Decoding(Model(path), 4).generate(asked, 5, chunk=10)
+    with (
+        mock.patch.object(fused_layers, "form_of", return_value=None),
+        mock.patch.object(fused_layers, "is_half_rotation", return_value=False),
+    ):
+        plain = Decoding(Model(path), 4)
+    assert plain.generate(asked, 5, chunk=10) == fused
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_layers_call_the_operations_of_our_own_file(tmp_path: Path, name: str) -> None:
+    path, calls = build_own(tmp_path / "model", name), dict[str, list[str]]()
+    names = ("linear", "gated_linear", "add_rms_norm", "rotate_and_store")
+    plain = {each: vars(TorchOps)[each] for each in names}
+    for impl in (OWN, TRANSFORMERS):
+        noted = calls.setdefault(impl, [])
+
+        def note(called: str, *args: Any, noted: list[str] = noted) -> Any:
+            noted.append(called)
+            return plain[called](*args)
+
+        wrapped = {each: partialmethod(partial(note, each)) for each in names}
+        with mock.patch.multiple(TorchOps, **wrapped):
+            feeder = Feeder(runner_over(path, impl), 1)
+            feeder.feed({"a": sequence(20), "b": sequence(1)})
+    assert len(calls[OWN]) > 2 * len(names)
+    assert calls[TRANSFORMERS] == calls[OWN]
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = (x * cos + torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * sin for x in (q, k))
+    return q, k
+
+
+class Rotating(torch.nn.Module):
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotate(x, x, angles, angles)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_rotation_whose_result_is_changed_before_attention_stays(is_changed: bool) -> None:
+    rotations, module = StepRotations(CurrentStep()), Rotating()
+    rotations.exchange_in(module, 5)
+    q, k = module(torch.ones(1, 2, 3, 8), torch.ones(1, 3, 8))
+    rotations.note(5, q * 2 if is_changed else q, k)
+    assert rotations.layers == (set() if is_changed else {5})
 
 
 # --- what goes by the contract of models ---------------------------------------------------------

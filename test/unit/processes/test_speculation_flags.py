@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 
@@ -174,11 +175,12 @@ def test_a_head_may_be_left_out_where_attention_reads_where_its_kv_starts(
 ) -> None:
     flags = {"algorithm": "EAGLE", "draft_model_path": str(write_eagle(tmp_path))}
     config = resolved(target, load_aware="off", **flags)
-    [head] = drafter_models(config.drafter, config.execution)
-    assert head.may_rest
-    execution = replace(config.execution, attention_backend="flashinfer")
-    [head] = drafter_models(config.drafter, execution)
-    assert not head.may_rest
+    known = config.execution.capabilities
+    for reads in (True, False):
+        capabilities = mock.PropertyMock(return_value=replace(known, reads_kv_starts=reads))
+        with mock.patch.object(type(config.execution), "capabilities", capabilities):
+            [head] = drafter_models(config.drafter, config.execution)
+        assert head.may_rest == reads
 
 
 @pytest.mark.parametrize(

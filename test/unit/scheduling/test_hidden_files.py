@@ -185,6 +185,22 @@ def test_files_are_written_in_order_and_steps_wait_for_a_slow_disk(
     assert written == [0, 1, 2, 3]
 
 
+def test_steps_go_on_while_a_file_is_completed(tmp_path: Path) -> None:
+    """The disk has time until the request that runs beside it has ended."""
+    served, may_go_on = Served(tmp_path, {}, retract_interval=0), threading.Event()
+    writer = served.harness.scheduler._file_writer
+    writer.write(partial(may_go_on.wait, 20), 0)
+    short = served.submit([5, 6, 7], max_new_tokens=4)
+    other = served.harness.submit([5, 6, 7], max_new_tokens=40)
+    while served.outcome(other).num_ends == 0:
+        served.harness.step()
+    assert served.outcome(short).num_ends == 0
+    may_go_on.set()
+    served.harness.run()
+    assert served.outcome(short).num_ends == 1
+    assert len(read(tmp_path / f"{short}.safetensors")[0]) == 6
+
+
 def test_an_aborted_request_writes_nothing_more(tmp_path: Path) -> None:
     served = Served(tmp_path, {}, retract_interval=0)
     req_id = served.submit([5, 6, 7], max_new_tokens=100)

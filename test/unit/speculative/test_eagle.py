@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,12 +30,9 @@ from sglang.srt.messages.control import (
     UpdateWeightsReq,
 )
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.speculative import rounds
-from tile_spec_rounds import DEAR_ROWS
 
 torch.set_num_threads(1)
 KINDS = (EAGLE, EAGLE3, P_EAGLE, DFLASH)
-AT_ONCE = (P_EAGLE, DFLASH)
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -234,12 +230,3 @@ def test_figures_are_of_steps_that_verified_drafts(paths: dict[str, Path], kind:
     fed = sum(outcome.num_proposed_drafts for outcome in outcomes)
     assert state["avg_spec_accept_rate"] == confirmed / fed
     assert state["avg_spec_accept_length"] == pytest.approx(1 + 3 * state["avg_spec_accept_rate"])
-
-
-@BOTH
-def test_draft_steps_are_priced_as_one_pass_where_mask_tokens_draft(
-    paths: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
-    with mock.patch.object(rounds, "TileSpec", wraps=rounds.TileSpec) as made:
-        Served(paths, kind, 3, setup_for(3), prices=DEAR_ROWS, tile_spec_cache=tmp_path)
-    assert made.call_args.args[0].drafts_at_once == (kind in AT_ONCE)

@@ -15,10 +15,12 @@ from compared_drafter import NUM_STEPS, compared, compared_drafters, write_noisy
 from draft_heads import BLOCK_SIZE, DFLASH, EAGLE, EAGLE3, FILE, P_EAGLE
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
+from fake_flashinfer import serve_with_fake
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from request_choices import NGRAMS, OFF, choose_in_turn
 from sglang.srt.sampling.sampling_params import Speculative
 from sglang.srt.step.draft_shapes import TreeShape
+from tile_spec_rounds import RandomBudgets
 from utils import Setup
 
 torch.set_num_threads(1)
@@ -174,20 +176,31 @@ TAKE_NO_MODELS = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size", "choices"),
+    ("kind", "page_size", "choices", "over"),
     [
-        (EAGLE3, 1, TAKE_NONE),
-        ("trees", 16, TAKE_NONE),
-        (DFLASH, 1, TAKE_NONE),
-        (EAGLE3, 1, TAKE_NO_MODELS),
-        (DFLASH, 16, TAKE_NO_MODELS),
+        (EAGLE3, 1, TAKE_NONE, "torch"),
+        ("trees", 16, TAKE_NONE, "torch"),
+        (DFLASH, 1, TAKE_NONE, "torch"),
+        (EAGLE3, 1, TAKE_NO_MODELS, "torch"),
+        (DFLASH, 16, TAKE_NO_MODELS, "torch"),
+        (EAGLE3, 1, TAKE_NO_MODELS, "steps that are cut"),
+        (EAGLE3, 16, TAKE_NO_MODELS, "FlashInfer"),
+        ("trees", 16, TAKE_NONE, "FlashInfer"),
+        (DFLASH, 16, TAKE_NO_MODELS, "FlashInfer"),
     ],
 )
 def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
-    paths: dict[str, Path], kind: str, page_size: int, choices: tuple[Speculative, ...]
+    paths: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    page_size: int,
+    choices: tuple[Speculative, ...],
+    over: str,
 ) -> None:
-    """The head is fed none of the rows of those who take no drafts, or those of n-grams. It has no
-    KV of theirs, so who shares a prefix of theirs is drafted for by what comes after it."""
+    """The head is fed none of the rows of those who take no drafts, or those of n-grams, in steps
+    that are cut too. It has no KV of theirs, so who shares a prefix of theirs is drafted for by
+    what comes after it."""
     tree = TreeShape(topk=2, depth=3, num_drafts=6) if kind == "trees" else None
     setup = Setup(
         num_pages=1024 // page_size,
@@ -197,14 +210,19 @@ def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
         context_len=CONTEXT,
         max_decode_rows=16,
     )
-    harness, drafter = compared(
-        paths, EAGLE3 if tree else kind, setup, tree=tree, has_ngrams=NGRAMS in choices
-    )
-    choose_in_turn(harness, choices)
-    serve_twice(harness)
+    options = {
+        "has_ngrams": NGRAMS in choices,
+        "prices": tmp_path if over == "steps that are cut" else None,
+    }
+    wrappers = serve_with_fake(monkeypatch) if over == "FlashInfer" else []
+    with RandomBudgets(0).chosen():
+        harness, drafter = compared(paths, EAGLE3 if tree else kind, setup, tree=tree, **options)
+        choose_in_turn(harness, choices)
+        serve_twice(harness)
     seen = drafter.seen
     assert seen["compared"] > 60, seen
     assert seen["confirmed"] > 10, seen
     assert seen["behind cached ones left out"] > 4, seen
+    assert any(wrapper.num_plans for wrapper in wrappers) == (over == "FlashInfer")
     assert (seen["short"] > 10) == (tree is not None), seen
     assert seen["ties"] <= seen["compared"] // 50, seen

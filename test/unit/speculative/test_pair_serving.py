@@ -19,16 +19,18 @@ from draft_heads import DFLASH, EAGLE, EAGLE3
 from drafted_serving import Drafted, abort, nothing, pause, serve
 from drafter_checks import drafter_harness
 from eagle_models import STANDALONE, eagle_config_for, write_models
-from eagle_serving import right_tokens, setup_for
+from eagle_serving import group_for, right_tokens, setup_for
+from fake_flashinfer import serve_with_fake
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from oracle import code_snippets
 from recorded_graphs import recorded_graphs, replayable_backends
-from request_choices import NGRAMS, OFF, choose_in_turn
+from request_choices import NGRAMS, OFF, choose_in_turn, launches_of_decodes
 from round_serving import Served as ServedGraphs
 from round_serving import right_tokens as right_of_graphs
 from round_serving import runners, setup_of, zero
 from sglang.srt.environ import Environ
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.speculation_flags import drafter_from_flags
@@ -108,6 +110,29 @@ class WishChecks:
                 self.seen[f"{name}: {'match' if given == match else 'model'}"] += 1
 
 
+class FedRows:
+    """Counts the rows that the model of a pair's drafter is fed, by what their requests name."""
+
+    def __init__(self, harness: Any) -> None:
+        self.seen = Counter[str]()
+        self._table = harness.group.memory.table.req_to_token
+        self._wishes = harness.drafter._wish_of_row
+        harness.group.runners[1].checks.append(self._fed)
+        harness.listeners.append(self._note)
+
+    def _fed(self, batch: ForwardBatch) -> None:
+        """Rows of padding have the dummy slot."""
+        slots = batch.slots[batch.slots > 0]
+        owners = (self._table[batch.rows][:, None] == slots[:, None]).any(2)
+        named = (owners & (self._wishes[batch.rows, None] == 2)).any(0)
+        self.seen["of n-grams"] += int(named.sum())
+        self.seen["of others"] += int((~named).sum())
+
+    def _note(self, step: ComputedStep) -> None:
+        is_packed = step.plan.counts.packed is not None
+        self.seen["packed beside n-grams"] += is_packed and bool(step.plan.without_model)
+
+
 def check_counts(harness: Any, ids: list[int], names: Sequence[str | None]) -> Counter[str]:
     """Looks whether the counts of each drafter add up to those of all, of requests that named
     `names` in turn and of the server. Gives the drafts verified, by drafter."""
@@ -180,14 +205,35 @@ def test_each_request_gets_the_drafts_that_it_named_and_the_right_tokens(
 
 
 def test_steps_that_are_cut(paths: dict[str, Path], tmp_path: Path) -> None:
-    """TileSpec leaves out the drafts that are unlikely, by whoever made them."""
+    """TileSpec leaves out the drafts that are unlikely, by whoever made them; the head is fed no
+    row of who names n-grams, whichever of the rows the device gave to them."""
     budgets = RandomBudgets(0)
     with budgets.chosen():
         drafter = pair_of(paths, EAGLE3, tile_spec_cache=tmp_path)
-        harness = Served(paths["target"], drafter, setup_for(NUM_STEPS), DEAR_ROWS)
+        harness: Any = Served(paths["target"], drafter, setup_for(NUM_STEPS), DEAR_ROWS)
+        harness.listeners.append(budgets.scramble)
+        fed = FedRows(harness)
         choose_in_turn(harness, (Speculative(), NGRAMS))
         serve(harness, right_tokens(paths["target"]))
     assert harness.seen["confirmed"] > 20, harness.seen
+    assert fed.seen["packed beside n-grams"] > 10, fed.seen
+    assert fed.seen["of others"] > 100, fed.seen
+    assert fed.seen["of n-grams"] == 0, fed.seen
+
+
+def test_over_flashinfer_a_head_is_fed_no_row_of_who_names_n_grams(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = right_tokens(paths["target"])
+    serve_with_fake(monkeypatch)
+    drafter = pair_of(paths, EAGLE3)
+    harness = Served(paths["target"], drafter, setup_for(NUM_STEPS, page_size=16))
+    fed = FedRows(harness)
+    choose_in_turn(harness, (Speculative(), NGRAMS, OFF))
+    serve(harness, right)
+    assert harness.seen["confirmed"] > 20, harness.seen
+    assert fed.seen["of others"] > 100, fed.seen
+    assert fed.seen["of n-grams"] == 0, fed.seen
 
 
 def test_chains_that_are_the_same_teach_nothing(paths: dict[str, Path]) -> None:
@@ -220,6 +266,21 @@ def test_where_all_name_n_grams_a_head_drafts_nothing(
     serve(harness, right_tokens(paths["target"]))
     assert not calls
     assert harness.seen["confirmed"] > 20, harness.seen
+
+
+def test_where_all_take_none_nothing_is_launched_for_either_drafter(
+    paths: dict[str, Path],
+) -> None:
+    right, launched = right_tokens(paths["target"]), list[list[Counter[str]]]()
+    for drafter in (None, pair_of(paths, EAGLE)):
+        group = group_for(paths["target"], drafter, setup_for(NUM_STEPS))
+        harness = Drafted(group, drafter, setup_for(NUM_STEPS))
+        choose_in_turn(harness, (OFF,))
+        launched.append(launches_of_decodes(harness))
+        serve(harness, right)
+    plain, pair = launched
+    assert len(pair) > 20
+    assert pair == plain
 
 
 @pytest.mark.long_matrix

@@ -3,6 +3,7 @@ without one, and nothing is done for who wants nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from eagle_serving import Served, right_tokens, setup_for, tree_setup
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from ngram_serving import Served as ServedNgrams
 from ngram_serving import ngram_config
-from request_choices import OFF, ChoiceChecks, choose_in_turn
+from request_choices import OFF, ChoiceChecks, choose_in_turn, launches_of_decodes
 from sglang.srt.speculative.ngram_worker import NgramDrafter
 from sglang.srt.step.draft_shapes import TreeShape
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
@@ -122,23 +123,28 @@ def passes_of(harness: Any, number: int) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.long_matrix
 @pytest.mark.parametrize(
-    ("kind", "policy"),
-    [(EAGLE, "fixed"), (EAGLE3, JUMPING), (DFLASH, "fixed"), (STANDALONE, "fixed")],
+    ("kind", "policy", "num_taps"),
+    [(EAGLE, "fixed", 0), (EAGLE3, JUMPING, 3), (DFLASH, "fixed", 3), (STANDALONE, "fixed", 0)],
 )
 def test_where_all_take_none_steps_are_those_of_a_server_without_a_drafter(
-    paths: dict[str, Path], kind: str, policy: str
+    paths: dict[str, Path], kind: str, policy: str, num_taps: int
 ) -> None:
-    """The same rows to the same slots, in as many steps; the drafter's model runs in none."""
+    """The same rows to the same slots, in as many steps. The drafter's model runs in none, and no
+    operation is launched for it, but those of the target's layers that write what it reads."""
     right = right_tokens(paths["target"])
     setup = setup_for(3, page_size=16, chunked_prefill_size=40)
-    plain = Served(paths, None, 0, setup)
+    plain = Served(paths, None, 0, setup, checks_kv=False)
     with jumping_tiers():
-        served = Served(paths, kind, 3, setup, tier_policy=policy)
+        served = Served(paths, kind, 3, setup, checks_kv=False, tier_policy=policy)
     served.may_lack = True
     expected, target, model = passes_of(plain, 0), passes_of(served, 0), passes_of(served, 1)
+    needed, launched = launches_of_decodes(plain), launches_of_decodes(served)
     choose_in_turn(served, (OFF,))
     serve(plain, right)
     ids = serve(served, right)
     assert model == []
     assert target == expected
+    taps = Counter({str(torch.ops.aten.add.out): num_taps})
+    assert len(launched) > 20
+    assert launched == [each + taps for each in needed]
     assert not any(served.outputs[each].accept_histogram for each in ids)

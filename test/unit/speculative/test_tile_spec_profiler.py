@@ -20,10 +20,11 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.shard import WHOLE
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, cliffs, folder_of
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 from utils import Setup, make_execution, make_random_llama
 
 CURVE = Curve((1, 8, 64), (1.5, 1.25, 9.0))
+PASSES = {1: PassPrices(CURVE), 2: PassPrices(Curve((4,), (2.0,)), 1e-5)}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ class Start:
             measure=self._measure("target", replace(prices, graphs_ms=now)),
         )
         self.target = contents(TileSpecProfiler(cache, target).target(meter))
-        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
+        drafts = DraftPrices(measured(head), PASSES)
         found = TileSpecProfiler(cache, head, target).head(self._measure("head", drafts))
         self.head = contents(found.extend), found.passes
 
@@ -153,6 +154,36 @@ def test_a_model_may_be_called_anything(tmp_path: Path, model: Path) -> None:
     assert folder_of(tmp_path, runner_of(model)).name == "some-model_cpu_tp1"
 
 
+def ranks_of(rank: int, one_shot: object | None = None) -> Any:
+    shard = SimpleNamespace(rank=rank)
+    return SimpleNamespace(shard=shard, one_shot=one_shot, from_first=lambda data: data)
+
+
+def test_of_several_ranks_the_first_one_keeps_prices(
+    tmp_path: Path, model: Path, runners: tuple[Any, Any]
+) -> None:
+    for rank, num_files in ((1, 0), (0, 2)):
+        for runner in runners:
+            runner.ranks = ranks_of(rank)
+        assert Start(tmp_path, *runners).measured == ["target", "head"]
+        assert len([*tmp_path.glob("*")]) == num_files
+
+
+def test_the_newest_files_stay_and_what_is_no_price_does(
+    tmp_path: Path, runners: tuple[Any, Any]
+) -> None:
+    names = [f"{number:016x}.json" for number in range(70)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (1000 - number,) * 2)
+    (tmp_path / "mine.json").write_text("{}")
+    Start(tmp_path, *runners)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left > {"mine.json", *names[:62]}
+    assert len(left) == 1 + 64
+    assert Start(tmp_path, *runners).measured == []
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "type": {"dtype": "bfloat16"},
     "page": {"page_size": 16},
@@ -179,7 +210,7 @@ def test_other_code_of_the_model_and_other_sums_have_prices_of_their_own(
     def start(impl: str, one_shot: object | None) -> list[str]:
         target, head = runner_of(model), runner_of(model, 32)
         target.config = replace(target.config, model=replace(target.config.model, impl=impl))
-        target.ranks = SimpleNamespace(one_shot=one_shot, from_first=lambda data: data)
+        target.ranks = ranks_of(0, one_shot)
         return Start(tmp_path, target, head).measured
 
     settings = [("own", None), ("transformers", None), ("own", object())]
@@ -268,7 +299,8 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a device": instead(lambda file: file.symlink_to("/dev/zero")),
 }
 SPOILED_HEADS: dict[str, Callable[[Path], object]] = {
-    "passes lack": entry(["passes"], [[1, {"sizes": [1], "costs_ms": [1.0]}]]),
+    "passes lack": entry(["passes"], [[1, [{"sizes": [1], "costs_ms": [1.0]}, 0.0]]]),
+    "KV below 0": entry(["passes", 0, 1, 1], -1.0),
     "the head's graphs lack": entry(["graphs_ms"], []),
 }
 

@@ -24,6 +24,7 @@ from sglang.srt.shard import Shard
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+ONE_SHOT_TIMEOUT = timedelta(minutes=1)  # to connect memory that was made; NCCL does without
 TIMEOUT = timedelta(days=1)  # the launcher ends all ranks when one is gone or stopped
 
 NCCL_ENVIRON = {
@@ -106,16 +107,27 @@ class RankGroup:
 
     def _connect_one_shot(self, store: dist.Store, device: str, num_bytes: int) -> None:
         """Has small messages summed in one exchange, on all ranks or on none."""
-        found, problem = None, ""
-        try:
-            found = OneShotSums(self.shard, self._group, store, device, num_bytes)
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
-        problems = [*filter(None, self.texts(problem))]
-        if not problems:
-            self.one_shot = found
+        store.set_timeout(ONE_SHOT_TIMEOUT)
+        made = list[OneShotSums]()
+        problem = self._first_problem(
+            lambda: made.append(OneShotSums(self.shard, self._group, store, device, num_bytes))
+        )
+        # No rank waits in there for one that has failed before.
+        problem = problem or self._first_problem(lambda: made[0].connect())
+        if not problem:
+            self.one_shot = made[0]
         elif self.shard.rank == 0:
-            logger.warning("NCCL sums small messages too, since: %s", problems[0])
+            logger.warning("NCCL sums small messages too, since: %s", problem)
+
+    def _first_problem(self, run: Callable[[], None]) -> str:
+        """Runs something on all ranks, and returns on all what was wrong on the first one of those
+        where it failed; "": nothing."""
+        problem = ""
+        try:
+            run()
+        except RuntimeError as error:
+            problem = (str(error).strip() or repr(error)).splitlines()[0]
+        return next(filter(None, self.texts(problem)), "")
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ class OneShotSums:
         num_bytes: of the largest message, the same on all ranks.
 
     Raises:
-        RuntimeError: if the GPUs cannot read each other's memory.
+        RuntimeError: if this rank lacks what it takes. It has waited for no other one.
     """
 
     def __init__(
@@ -43,6 +43,14 @@ class OneShotSums:
         _register_process_group(NAME, self._group)  # keeps no reference
         place = torch.empty(0, device=device).device  # with its index
         self._shared = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, place)
+
+    def connect(self) -> None:
+        """Lets the ranks read each other's memory, once all have made theirs; waits for them as
+        long as the store waits.
+
+        Raises:
+            RuntimeError: if the GPUs cannot, or another rank does not come.
+        """
         _SymmetricMemory.rendezvous(self._shared, NAME)
 
     def takes(self, x: torch.Tensor) -> bool:

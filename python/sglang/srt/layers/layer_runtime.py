@@ -76,7 +76,7 @@ class LayerOps(Protocol):
         self,
         heads: torch.Tensor,
         rotation: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
@@ -84,7 +84,8 @@ class LayerOps(Protocol):
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v.
-            rotation: result of `rotation`.
+            rotation: result of `rotation`; without positions [T, 2, head_dim], a row of its table
+                for each token.
             positions, slots: [T] int64.
             kv: [num_slots, 2 * num_kv_heads, head_dim].
 
@@ -134,6 +135,8 @@ class LayerRuntime:
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention, once per step, before the first layer."""
         self._positions, self._slots = batch.positions, batch.slots
+        assert self._positions.is_contiguous(), "Kernels read them side by side."
+        assert self._slots.is_contiguous(), "Kernels read them side by side."
         if batch.is_block:
             batch = single_rows(batch, self._max_folded)
         self._num_folded = batch.num_folded
@@ -148,18 +151,21 @@ class LayerRuntime:
         """Makes the `rotation` of `attend` from `RotaryEmbedding.table`; once per step."""
         return self._ops.rotation(table, self._positions)
 
-    def attend(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, heads: torch.Tensor, rotation: torch.Tensor, by_token: bool = False
+    ) -> torch.Tensor:
         """Attention of a layer, causal but in blocks, over the KV of each request and this step.
 
         Args:
             layer: index of the layer.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v, not rotated.
             rotation: of this step.
+            by_token: the rotation has a row for each token, see `LayerOps.rotate_and_store`.
 
         Returns:
             [T, num_heads * head_dim].
         """
-        q = self._rotated(layer, heads, rotation)
+        q = self._rotated(layer, heads, rotation, by_token)
         if self._num_folded == 1:
             return self._backend.forward(layer, q)
         num_kv_heads, (num_rows, _, head_dim) = self._kv_pool.kv[layer].shape[1] // 2, q.shape
@@ -176,22 +182,10 @@ class LayerRuntime:
         """
         self._rotated(layer, keys_values, rotation)
 
-    def _rotated(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Stores K and V; returns rotated queries."""
-        kv = self._kv_pool.kv[layer]
-        return self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)
-
-    def attend_rotated(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    def _rotated(
+        self, layer: int, heads: torch.Tensor, rotation: torch.Tensor, by_token: bool = False
     ) -> torch.Tensor:
-        """Stores K and V, and attends as `attend` does.
-
-        Args:
-            q: [T, num_heads, head_dim]; like k and v rotated already, any strides but the last.
-            k, v: [T, num_kv_heads, head_dim].
-        """
-        assert self._num_folded == 1
-        kv, num_kv_heads = self._kv_pool.kv[layer], k.shape[1]
-        kv[:, :num_kv_heads].index_copy_(0, self._slots, k)
-        kv[:, num_kv_heads:].index_copy_(0, self._slots, v)
-        return self._backend.forward(layer, q)
+        """Stores K and V; returns rotated queries."""
+        positions = None if by_token else self._positions
+        kv = self._kv_pool.kv[layer]
+        return self._ops.rotate_and_store(heads, rotation, positions, kv, self._slots)

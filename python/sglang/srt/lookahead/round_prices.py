@@ -72,7 +72,6 @@ class MeasuredRoundPrices:
         max_requests: of a step; None: any number.
         can_rest: the head is left out of steps in which no request verifies or gets drafts, so
             these are priced without it.
-        drafts_at_once: all draft steps are one pass, which reads KV once (P-EAGLE, DFlash).
         num_free: drafts of a chain from the head's pass over the rows of the target.
     """
 
@@ -81,7 +80,6 @@ class MeasuredRoundPrices:
     tree: TreeShape | None = None
     max_requests: int | None = None
     can_rest: bool = False
-    drafts_at_once: bool = False
     num_free: int = 1
 
     def __post_init__(self) -> None:
@@ -174,16 +172,14 @@ class MeasuredRoundPrices:
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
         """After the head's pass over the rows of the target. That of trees chooses the first beam,
         too."""
-        head, tree = self.head, self.tree
+        passes, shape, first_ms = self.head.passes, self.tree, 0.0
         if num_drafts == 0:
             return LatencyByKV(0.0, 0.0)
-        if tree is not None:
-            kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
-            return LatencyByKV(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
-        num_steps = num_drafts - self.num_free
-        first_ms = head.extend.head.at(num_reqs) if self.num_free else 0.0
-        if num_steps == 0:
-            return LatencyByKV(first_ms, 0.0)
-        num_passes = 1 if self.drafts_at_once else num_steps
-        kv_ms = num_passes * head.extend.kv_ms + num_steps * head.extend.row_kv_ms
-        return LatencyByKV(first_ms + head.passes[num_steps].at(num_reqs), kv_ms)
+        if shape is None:
+            first_ms = self.head.extend.head.at(num_reqs) if self.num_free else 0.0
+            if num_drafts == self.num_free:
+                return LatencyByKV(first_ms, 0.0)
+            # Requests may take fewer drafts than any tier has, whose pass is not measured.
+            shape = min(each for each in passes if each >= num_drafts - self.num_free)
+        by_requests, kv_ms = passes[shape]
+        return LatencyByKV(first_ms + by_requests.at(num_reqs), kv_ms)

@@ -328,6 +328,7 @@ class Scheduler:
 
     def _wait_for_message(self) -> None:
         """Looks at every slot only when no message has come for a while: it would have to wait."""
+        self.processor.wait_for_files()
         self.checker.when_idle(has_time=False)
         self.stats.on_idle()
         self._decode_log.on_idle()

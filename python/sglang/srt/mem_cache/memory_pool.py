@@ -93,13 +93,15 @@ class MHATokenToKVPool:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
             so that one gather fetches both.
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
-        tensors: all that have a row per slot: `kv`, `left_out` and what `add_notes` has made.
+        tensors: all that have a row per slot: `kv`, `is_fed` and what `add_notes` has made.
             Whoever moves a slot moves its row of each.
         kv_starts: [rows of the page table] int64, where the model is not fed every token: the first
             token of each row from which on all have KV, so that steps see no others. Who leaves
             tokens out writes it, between steps. None: the model is fed all.
-        left_out: [num_slots + page_size, 1] bool, where there is `kv_starts`: the slot is one of a
-            token that the model was not fed.
+        hides_kv: an entry of `kv_starts` may be above 0; for those who would wait for the device to
+            look.
+        is_fed: [num_slots + page_size, 1] bool, where there is `kv_starts`: the model was fed the
+            slot's token.
         page_size: tokens that lie side by side.
         is_released: the pool has no memory, so it must not be read or written.
 
@@ -122,16 +124,17 @@ class MHATokenToKVPool:
         self.v = [kv[:, num_kv_heads:] for kv in self.kv]
         self.tensors = list(self.kv)
         self.kv_starts: torch.Tensor | None = None
-        self.left_out: torch.Tensor | None = None
+        self.is_fed: torch.Tensor | None = None
+        self.hides_kv = False
         self.page_size = page_size
         self.is_released = False
 
     def track_starts(self, num_rows: int) -> None:
-        """Makes `kv_starts` and `left_out`, all 0. Before attention over the pool and notes are
+        """Makes `kv_starts` and `is_fed`, all 0. Before attention over the pool and notes are
         made."""
         device = self.kv[0].device
         self.kv_starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.left_out = torch.zeros((len(self.kv[0]), 1), dtype=torch.bool, device=device)
+        self.is_fed = torch.zeros((len(self.kv[0]), 1), dtype=torch.bool, device=device)
         self.tensors = self._without_notes()
 
     def add_notes(self, num_columns: int) -> torch.Tensor:
@@ -144,7 +147,7 @@ class MHATokenToKVPool:
         return notes
 
     def _without_notes(self) -> list[torch.Tensor]:
-        return self.kv + ([] if self.left_out is None else [self.left_out])
+        return self.kv + ([] if self.is_fed is None else [self.is_fed])
 
     def release(self) -> None:
         """Gives the memory back; its contents are lost.

@@ -159,8 +159,8 @@ class MaskPass:
         fed_ids = torch.full_like(positions, self._mask_token_id)
         batch = replace(
             first,
-            positions=positions.T.flatten(),
-            slots=slots.T.flatten(),
+            positions=_by_request(positions),
+            slots=_by_request(slots),
             q_lens=[size] * count,
             kv_lens=first.kv_lens + (size - 1),
             kv_len_upper_bounds=[bound + size - 1 for bound in first.kv_len_upper_bounds],
@@ -174,11 +174,17 @@ class MaskPass:
             begins = torch.arange(0, count * size, size, device=slots.device)
             read = (begins[:, None] + drafted).flatten()
             batch = replace(batch, read_index=read, is_block=True)
-        batch = replace(batch, input_ids=fed_ids.T.flatten())
+        batch = replace(batch, input_ids=_by_request(fed_ids))
         logits = self._head.compute_logits(self._forward(batch), self._layers)
         best, _, logprobs = self._choose(logits, None)
         token_ids = self._head.to_target_ids(best).view(count, -1)
         return Drafts(token_ids, logprobs.view(count, -1), fed_ids, slots)
+
+
+def _by_request(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers [N, R] of each row of each request as those of a batch, [R * N], side by side in
+    memory: `flatten` alone gives every second number of padded rows if R is 1."""
+    return numbers.T.contiguous().flatten()
 
 
 def places_after(first: ForwardBatch, num_rows: int, table: torch.Tensor) -> torch.Tensor:

@@ -102,12 +102,8 @@ class PriceMeter:
         reads = [size for size in READ_ROWS if size <= self._max_requests * self._max_width]
         head = self.timer.times_of(reads, self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
-        logger.info(
-            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
-            len(graphs_ms),
-            len(eager) + len(head),
-            self.timer.now() - start,
-        )
+        text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
+        logger.info(text, len(graphs_ms), len(eager) + len(head), self.timer.now() - start)
         return PriceTable(
             find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
@@ -149,24 +145,29 @@ class PriceMeter:
 
     def _attention(self) -> tuple[float, float]:
         """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
-        of the most rows, each with no KV and with much."""
+        of the most rows."""
+        width = self._max_width
+        narrow = self.kv_ms(lambda count, kv_len: self._launch([1] * count, kv_len))
+        wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len))
+        per_row = max(0.0, (wide - narrow) / (width - 1)) if width > 1 else 0.0
+        return max(0.0, narrow - per_row), per_row
+
+    def kv_ms(self, launch_of: Callable[[int, int], Launch]) -> float:
+        """Measures the milliseconds per token of KV from launches, which `launch_of` makes for a
+        number of requests with so many tokens before each."""
         count, length = self.timer.kv_requests, self.timer.kv_tokens
         launch = self._launch([self._max_width] * count)
         if not self.timer.affords(launch, 4 * (1 + KV_REPEATS), CPU_KV_S):
-            return 0.0, 0.0  # a large model: weights outweigh KV
+            return 0.0  # a large model: weights outweigh KV
         count = max(1, min(count, self._max_requests))
-        longest = self._table.shape[1] - self._max_width
         num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
-        length = min(length, longest, num_slots // count)
+        # Half of a row leaves room for what is fed behind it.
+        length = min(length, self._table.shape[1] // 2, num_slots // count)
         if length < 2:
-            return 0.0, 0.0
+            return 0.0
         with self._kv(count, length):
-            narrow = self._kv_slope([1] * count, length, KV_REPEATS)
-            if self._max_width == 1:
-                return max(narrow, 0.0), 0.0
-            wide = self._kv_slope([self._max_width] * count, length, KV_REPEATS)
-        per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
-        return max(0.0, narrow - per_row), per_row
+            slope = self._kv_slope(partial(launch_of, count), length, KV_REPEATS)
+        return max(0.0, slope / count)
 
     @contextmanager
     def _kv(self, count: int, length: int) -> Iterator[None]:
@@ -180,13 +181,12 @@ class PriceMeter:
         finally:
             self._table[:count, :length] = 0
 
-    def _kv_slope(self, q_lens: list[int], length: int, repeats: int) -> float:
-        """Returns the milliseconds per token of KV, of `length` before each request."""
+    def _kv_slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
+        """Returns the milliseconds per token before each request, of `length` of them."""
         without, with_kv = (
-            min(self.timer.times_ms(self._launch(q_lens, kv_len), repeats))
-            for kv_len in (0, length)
+            min(self.timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
         )
-        return (with_kv - without) / (len(q_lens) * length)
+        return (with_kv - without) / length
 
     def _prompt_attention(self) -> Curve:
         """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before
@@ -198,7 +198,8 @@ class PriceMeter:
         length, repeats = min(timer.chunk_kv_tokens, width - most), timer.chunk_repeats
         sizes = tuple(sorted({min(size, most) for size in timer.chunk_rows}))
         with self._kv(1, length):
-            costs = [max(0.0, self._kv_slope([size], length, repeats)) for size in sizes]
+            launches = [partial(self._launch, [size]) for size in sizes]
+            costs = [max(0.0, self._kv_slope(each, length, repeats)) for each in launches]
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
@@ -239,32 +240,32 @@ class PriceMeter:
         return launch
 
     def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
-        batch = self._dummy_step(q_lens)
-        assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
-        if kv_len:
-            batch = _over_kv(batch, kv_len)
+        batch = self._dummy_step(q_lens, kv_len)
         return lambda: self._runner.forward(batch)
 
-    def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
-        batch = self.random_step(q_lens, self._width)
+    def _dummy_step(self, q_lens: list[int], kv_len: int = 0) -> ForwardBatch:
+        batch = self.random_step(q_lens, self._width, kv_len)
         if not self._runner.reads_one_row:
             return batch
         last = [end - 1 for end in itertools.accumulate(q_lens)]
         return replace(batch, read_index=to_device(last, self._device))
 
-    def random_step(self, q_lens: list[int], hidden_width: int) -> ForwardBatch:
+    def random_step(self, q_lens: list[int], hidden_width: int, kv_len: int = 0) -> ForwardBatch:
         """Makes a `dummy_step` of random tokens, and of random hidden states [T, hidden_width] if
-        the width is not 0."""
+        the width is not 0, behind `kv_len` tokens of each request."""
+        assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
         count, device, hidden = sum(q_lens), self._device, None
         if hidden_width:
             dtype, shape = self._runner.kv_pool.kv[0].dtype, (count, hidden_width)
             hidden = torch.randn(shape, generator=self._generator, device=device, dtype=dtype)
         row = self._runner.req_to_token_pool.padding_row
         batch = dummy_step(q_lens, row, device, hidden=hidden)
-        ids = torch.randint(
-            self._runner.vocab_size, (count,), generator=self._generator, device=device
-        )
-        return replace(batch, input_ids=ids)
+        vocab_size, lens = self._runner.vocab_size, [q_len + kv_len for q_len in q_lens]
+        ids = torch.randint(vocab_size, (count,), generator=self._generator, device=device)
+        batch = replace(batch, input_ids=ids, positions=batch.positions + kv_len)
+        if kv_len:
+            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv`
+        return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
         """Returns the sizes that no graph covers, up to the largest step: only the largest ones,
@@ -338,16 +339,3 @@ def split(num_rows: int, num_reqs: int) -> list[int]:
     """Rows of requests that feed nearly the same."""
     share, rest = divmod(num_rows, num_reqs)
     return [share + (index < rest) for index in range(num_reqs)]
-
-
-def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:
-    """Returns the step with `kv_len` tokens before each request, in the first rows of the table."""
-    device = batch.positions.device
-    lens = [q_len + kv_len for q_len in batch.q_lens]
-    return replace(
-        batch,
-        positions=batch.positions + kv_len,
-        rows=torch.arange(len(lens), device=device),
-        kv_lens=to_device(lens, device),
-        kv_len_upper_bounds=lens,
-    )

@@ -18,6 +18,7 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Embedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
+from sglang.srt.models.fused_layers import StepLayer, StepRotations, exchange_layers
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
 from sglang.srt.shard import WHOLE
@@ -55,12 +56,14 @@ class TransformersStep(CurrentStep):
 
     Attributes:
         calls: of attention, while there is no runtime.
+        rotations: of queries and keys, left to the operation that stores K and V.
         taps: takes the inputs of layers; None if nobody wants them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[LayerCall] = []
+        self.rotations = StepRotations(self)
         self.taps: dict[int, torch.Tensor] | None = None
 
     def attend(
@@ -71,9 +74,35 @@ class TransformersStep(CurrentStep):
         if self.runtime is None:
             heads = (q.shape[1], k.shape[1], q.shape[3], k.shape[3], v.shape[3])
             self.calls.append(LayerCall(layer, heads, options))
+            self.rotations.note(layer, q, k)
             return q.transpose(1, 2)
-        rows = (each[0].transpose(0, 1) for each in (q, k, v))
-        return self.runtime.attend_rotated(layer, *rows).view(1, q.shape[2], q.shape[1], -1)
+        rotation = self.rotations.take(q)
+        attended = self.runtime.attend(layer, _side_by_side(q, k, v), rotation, by_token=True)
+        return attended.view(1, q.shape[2], q.shape[1], -1)
+
+    def begin(self, runtime: LayerRuntime, wanted: torch.Tensor | None, has_taps: bool) -> None:
+        self.runtime, self.wanted, self.taps = runtime, wanted, {} if has_taps else None
+
+    def end(self) -> dict[int, torch.Tensor] | None:
+        """Forgets what belongs to the step. Returns the taps."""
+        taps, self.taps, self.output, self.wanted = self.taps, None, None, None
+        self.rotations.forget()
+        return taps
+
+
+def _side_by_side(*parts: torch.Tensor) -> torch.Tensor:
+    """Returns parts [1, heads of each, T, head_dim] as [T, heads of all, head_dim], without a copy
+    where they lie so."""
+    rows = [part[0].transpose(0, 1) for part in parts]
+    first, place = rows[0], rows[0].storage_offset()
+    strides = first.stride(0), first.shape[2], 1
+    for each in rows:
+        is_there = each.storage_offset() == place and each.stride() == strides
+        if not is_there or each.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(rows, dim=1)
+        place += each.shape[1] * each.shape[2]
+    shape = first.shape[0], sum(each.shape[1] for each in rows), first.shape[2]
+    return first.as_strided(shape, strides)
 
 
 def _attend(
@@ -116,14 +145,22 @@ class TransformersModel(Model):
         code = _make(config)
         exchange(code.base_model, self._step, config.shard, code.config.base_model_tp_plan or {})
         exchange(code, self._step, WHOLE, {})
+        exchange_layers(code.base_model, self._step)
         calls, entries = self._step.calls, Entries(code.config)
         problem = _note_calls(code, self._step) or _why_not_calls(calls, config, entries)
         if problem is not None:
             raise config.refusal(problem)
         self.windows = tuple(call.options.get("sliding_window") for call in calls)
         self.scores = _scores_of(calls[0])
-        if not _tap_layers(code.base_model, config.num_layers, self._step):
+        layers = _layers_of(code.base_model, config.num_layers)
+        if layers is None:
             raise config.refusal("transformers' code does not hold its layers in one list")
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(_tap, self._step, index), with_kwargs=True)
+        last = layers[-1]
+        self._drops_rows = isinstance(last, StepLayer) and bool(last.next_norm)
+        if isinstance(last, StepLayer):
+            last.is_last = self._drops_rows
         for name, module in code.named_children():
             self.add_module(name, module)
         # In tuples, since they are no submodules: their parts are.
@@ -183,14 +220,15 @@ class TransformersModel(Model):
     def forward(
         self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
     ) -> ModelOutput:
-        step = self._step
-        step.runtime, step.taps = runtime, {} if capture.taps else None
+        wanted = None if capture.all_rows else batch.read_index
+        self._step.begin(runtime, wanted, bool(capture.taps))
         hidden = _run(self._decoder[0], batch.input_ids, batch.positions)
-        if batch.read_index is not None and not capture.all_rows:
-            hidden = hidden[batch.read_index]
-        if step.taps is None:
+        if wanted is not None and not self._drops_rows:
+            hidden = hidden[wanted]
+        taps = self._step.end()
+        if taps is None:
             return ModelOutput(hidden)
-        return ModelOutput(hidden, torch.cat([step.taps[layer] for layer in capture.taps], dim=1))
+        return ModelOutput(hidden, torch.cat([taps[layer] for layer in capture.taps], dim=1))
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         self._step.runtime = runtime
@@ -243,8 +281,9 @@ def _note_calls(code: Any, step: TransformersStep) -> str | None:
     """Runs the decoder on the meta device, to note its calls of attention. Returns why it does not
     run; None if it does."""
     for module in code.modules():
-        if isinstance(vars(module).get("layer_idx"), int):
+        if isinstance(layer := vars(module).get("layer_idx"), int):
             module.paged_step = step
+            step.rotations.exchange_in(module, layer)
     if lost := _plain_tensors(code):
         return f"transformers' code keeps {lost[0][1]!r} neither as a weight nor as a buffer"
     two = torch.zeros(2, dtype=torch.int64, device="meta")
@@ -302,14 +341,10 @@ def _scores_of(call: LayerCall) -> ScoreForm:
     return ScoreForm(float(scale), softcap)
 
 
-def _tap_layers(decoder: nn.Module, num_layers: int, step: TransformersStep) -> bool:
-    """Has each layer leave its input in `step.taps` where they are wanted. Tells whether the layers
-    have been found."""
+def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList | None:
+    """Finds the layers; None if they are not in one list."""
     lists = (each for each in decoder.modules() if isinstance(each, nn.ModuleList))
-    found = [each for each in lists if len(each) == num_layers]
-    for index, layer in enumerate(found[0] if found else ()):
-        layer.register_forward_pre_hook(partial(_tap, step, index), with_kwargs=True)
-    return bool(found)
+    return next((each for each in lists if len(each) == num_layers), None)
 
 
 def _tap(

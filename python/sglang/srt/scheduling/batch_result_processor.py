@@ -18,6 +18,7 @@ from sglang.srt.messages.requests import (
     ReqOutput,
 )
 from sglang.srt.observability.request_step import RequestStep
+from sglang.srt.scheduling.hidden_file import HiddenFile
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request import LaunchedRow, LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -52,6 +53,7 @@ class BatchResultProcessor:
         self._stream_interval = stream_interval
         self._on_step_read = on_step_read
         self._outputs: list[ReqOutput] = []
+        self._completing: list[tuple[Req, HiddenFile]] = []  # ended, their files not complete yet
         self.num_generated = 0
 
     @paused_collections()
@@ -104,21 +106,38 @@ class BatchResultProcessor:
         )
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """Ends a request and queues its last output. Its file is complete then, or given
-        up."""
-        if req.hidden_file is not None:
-            if reason.type == "abort":
-                req.hidden_file.drop()
-            else:
-                reason = req.hidden_file.finish(req.num_hidden) or reason
+        """Ends a request and queues its last output; if it has a file, once that is complete."""
         self._lifecycle.finish(req, reason)
-        self._queue_output(req)
+        if req.hidden_file is None or reason.type == "abort":
+            if req.hidden_file is not None:
+                req.hidden_file.drop()
+            self._queue_output(req)
+            return
+        req.hidden_file.finish(req.num_hidden)
+        self._completing.append((req, req.hidden_file))
+
+    def wait_for_files(self) -> None:
+        """Waits until the files of all ended requests are complete, and sends their outputs."""
+        for _, file in self._completing:
+            file.wait()
+        self.flush()
 
     def flush(self) -> None:
-        """Sends the queued messages."""
+        """Sends the queued messages, and those of ended requests whose files are complete."""
+        if self._completing:
+            self._queue_completed()
         if self._outputs:
             self._send(BatchTokenIDOutput(outputs=self._outputs))
             self._outputs = []
+
+    def _queue_completed(self) -> None:
+        ended, self._completing = self._completing, []
+        for req, file in ended:
+            if not file.is_done:
+                self._completing.append((req, file))
+                continue
+            req.finish_reason = file.wait() or req.finish_reason
+            self._queue_output(req)
 
     def _apply(
         self,

@@ -94,13 +94,22 @@ class HiddenFile:
             self._write(self._waiting)
             self._waiting = bytearray()
 
-    def finish(self, num_rows: int) -> FinishReason | None:
-        """Completes the file with its first `num_rows` rows; returns why the request ends with an
-        error instead, if it does."""
+    def finish(self, num_rows: int) -> None:
+        """Begins to complete the file with its first `num_rows` rows; nothing is added later."""
         self._write(self._waiting)
+        complete = partial(self._complete, num_rows)
+        self._last = self._writer.write(partial(self._try, complete), 0)
+
+    @property
+    def is_done(self) -> bool:
+        """Tells whether all is written, or given up."""
+        return self._last is None or self._last.done()
+
+    def wait(self) -> FinishReason | None:
+        """Waits until all is written; returns why the request ends with an error instead, if it
+        does."""
         if self._last is not None:
             self._last.result()
-        self._try(lambda: self._complete(num_rows))
         if self.problem is None:
             return None
         return FinishReason(

@@ -31,7 +31,7 @@ from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfi
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
 from sglang.srt.speculative.rounds import needs_of_rounds, planner_of_rounds
-from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.price_table import FREE, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
@@ -208,4 +208,4 @@ def within_budget(counts: torch.Tensor, found: Continuation, budget: int | None)
 def _free_drafts(max_drafts: int) -> DraftPrices:
     """In place of a head's prices: with drafts or without, each step searches."""
     extend = PriceTable(find=no_graphs, graphs_ms={}, eager=FREE, head=FREE)
-    return DraftPrices(extend, dict.fromkeys(range(1, max_drafts), FREE))
+    return DraftPrices(extend, dict.fromkeys(range(1, max_drafts), PassPrices(FREE)))

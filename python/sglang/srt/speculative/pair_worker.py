@@ -140,9 +140,7 @@ class PairDrafter(Drafter):
     @classmethod
     def make(cls, parts: DrafterParts) -> PlannedDrafter:
         options: PairConfig = parts.options
-        # Only the device knows how many drafts of a request a step feeds that `TileSpec` cuts.
-        modelless = NGRAM_NAME if options.rounds.tile_spec_cache is None else None
-        of_model = replace(parts, options=options.drafter.options, modelless=modelless)
+        of_model = replace(parts, options=options.drafter.options, modelless=NGRAM_NAME)
         made = _kind(options).make(of_model)
         return PlannedDrafter(made.planner, cls(parts, made.drafter))
 

@@ -45,7 +45,6 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
         tree=rounds.tree,
         max_requests=num_rows,
         can_rest=may_rest and head.config.may_rest,
-        drafts_at_once=head.model.mask_token_id is not None,
         num_free=1 if rounds.block_size is None else 0,
     )
 

@@ -31,17 +31,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The rows of P of the R requests, fed or read, among all of a step. Padding is kept too.
+    """The rows of P of the R requests, fed or read, among all of a step. Padding follows.
 
     Attributes:
-        index: [T'] int64; place of each among the T of the step.
+        index: [T'] int64; place of each among the T of the step, of padding any.
         request: [T'] int64; its request among the P, of padding the last one.
+        is_padding: [T'] bool.
         starts, ends: [P] int64; where the rows of each request begin and end among the T'.
         moved: [P] int64; places by which they have moved to the front.
     """
 
     index: torch.Tensor
     request: torch.Tensor
+    is_padding: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
     moved: torch.Tensor
@@ -51,15 +53,15 @@ class _Kept:
         """
         Args:
             starts, lens: [P] int64; place of each request's first row in the step, and its rows.
-            num_all, num_kept: rows of the step, and T'.
+            num_all, num_kept: rows of the step, and T', which has room for all of these.
         """
         ends = lens.cumsum(0)
         places = torch.arange(num_kept, device=lens.device)
         request = torch.searchsorted(ends, places, right=True)
         moved = starts - (ends - lens)
-        of_padding = torch.full_like(moved[:1], num_all - num_kept)
-        index = places + torch.cat((moved, of_padding))[request]
-        return cls(index, request.clamp(max=len(lens) - 1), ends - lens, ends, moved)
+        is_padding, request = request == len(lens), request.clamp(max=len(lens) - 1)
+        index = (places + moved[request]).clamp(max=num_all - 1)
+        return cls(index, request, is_padding, ends - lens, ends, moved)
 
 
 def part_of(step: ComputedStep, places: Sequence[int]) -> ComputedStep:
@@ -68,11 +70,11 @@ def part_of(step: ComputedStep, places: Sequence[int]) -> ComputedStep:
 
     Args:
         places: of these requests among the R, ascending; one at least. Where the device divides the
-            rows of a step, the others are those whose rows the host knows.
+            rows of a step, the part has room for the most that it may have given these requests.
     """
     layout, inputs, forward = step.chosen.layout, step.inputs, step.forward
     chosen = to_device(list(places), layout.per_request.device, torch.int64)
-    plan = _plan_of(step.plan, places)
+    plan = _plan_of(step.plan, step.batch, places)
     per_request = layout.per_request[:, chosen]
     num_rows, num_reads = len(inputs.input_ids), len(layout.reads.index)
     fed = _Kept.of(per_request[Q_START], per_request[Q_LEN], num_rows, plan.counts.num_rows)
@@ -99,7 +101,7 @@ def extended_part_of(step: ExtendedStep, places: Sequence[int]) -> ExtendedStep:
     chosen = to_device(list(places), step.rows.device, torch.int64)
     return ExtendedStep(
         batch=_batch_of(step.batch, places),
-        plan=_plan_of(step.plan, places),
+        plan=_plan_of(step.plan, step.batch, places),
         state=step.state,
         rows=step.rows[chosen],
         output=step.output,
@@ -137,7 +139,7 @@ def _taken(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | N
     return None if values is None else values[index]
 
 
-def _plan_of(plan: StepPlan, places: Sequence[int]) -> StepPlan:
+def _plan_of(plan: StepPlan, batch: ScheduleBatch, places: Sequence[int]) -> StepPlan:
     counts = plan.counts
     part = StepCounts(
         _those(counts.q_lens, places),
@@ -146,11 +148,15 @@ def _plan_of(plan: StepPlan, places: Sequence[int]) -> StepPlan:
         _those(counts.emits_only_confirmed, places),
         counts.is_plain,
     )
-    if counts.packed is not None:
-        num_fed = sum(counts.q_lens) - sum(part.q_lens)  # by the others
-        num_read = sum(counts.num_read) - sum(part.num_read)
-        packed = PackedSize(counts.packed.num_rows - num_fed, counts.packed.num_reads - num_read)
-        part = replace(part, packed=packed)
+    if (size := counts.packed) is not None:
+        # The others have rows too: those of prompts, and one at least of each decode.
+        gone = others(batch.rows, places)
+        is_prompt = [batch.num_prompt_tokens[each] > 0 for each in gone]
+        fed, read = _those(counts.q_lens, gone), _those(counts.num_read, gone)
+        num_rows = size.num_rows - _least(fed, is_prompt)
+        num_reads = size.num_reads - _least(read, is_prompt)
+        room = PackedSize(min(part.num_rows, num_rows), min(part.num_reads, num_reads))
+        part = replace(part, packed=room)
     return replace(
         plan,
         counts=part,
@@ -159,6 +165,12 @@ def _plan_of(plan: StepPlan, places: Sequence[int]) -> StepPlan:
         left_out=(),
         without_model=[new for new, old in enumerate(places) if old in plan.without_model],
     )
+
+
+def _least(counts: Sequence[int], is_prompt: Sequence[bool]) -> int:
+    """Returns how many rows requests have in any case, of the most of each (`RowPacking`)."""
+    pairs = zip(counts, is_prompt, strict=True)
+    return sum(most if is_exact else min(most, 1) for most, is_exact in pairs)
 
 
 def _layout_of(
@@ -177,12 +189,12 @@ def _layout_of(
         per_request=per_request,
         input_ids=layout.input_ids[fed.index],
         positions=layout.positions[fed.index],
-        slots=layout.slots[fed.index],
+        slots=layout.slots[fed.index].masked_fill(fed.is_padding, 0),
         kv_lens=layout.kv_lens[chosen],
         reads=ReadRows(
             request=read.request,
             offset=reads.offset[read.index],
-            index=index.clamp(min=0),  # of padding
+            index=index.clamp(0, len(fed.index) - 1),  # of padding
             positions=reads.positions[read.index],
             rows=reads.rows[read.index],
         ),

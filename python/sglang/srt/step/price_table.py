@@ -7,10 +7,14 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from sglang.srt.layers.forward_batch import GraphKey
 
+# As files may hold it, of JSON, which has neither NaN nor infinity.
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 # Finds the graph that a step replays from its requests, rows of the widest one, and rows in all.
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
@@ -166,15 +170,22 @@ class PriceTable:
         return rows_ms + self.head.at(step.num_read) + self.attention_ms(step)
 
 
+class PassPrices(NamedTuple):
+    """Prices of a pass that drafts, in milliseconds: with next to no KV, and of each token of KV
+    before its first step, however many of its steps and rows read that."""
+
+    by_requests: Curve
+    kv_ms: Price = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPrices:
-    """Prices of a head over a target, in milliseconds.
+    """Prices of a head over a target.
 
     Attributes:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
-        passes: for each number of draft steps, or shape of trees, the time of a pass by requests,
-            with next to no KV.
+        passes: for each number of draft steps, or shape of trees.
     """
 
     extend: PriceTable
-    passes: Mapping[Any, Curve]
+    passes: Mapping[Any, PassPrices]

@@ -171,7 +171,7 @@ class TpModelWorker:
         if verified is None:
             return self._run_pieces(batch, record)
         hidden = hidden_states(batch, verified.run, self._capture)
-        makers = self._drafter.makers(verified.extended.rows)
+        makers = self._makers(verified.extended.rows, verified.run.accepted)
         result = _result(batch, record, verified.run.accepted, makers, hidden=hidden)
         self._propose(verified.extended)
         return result
@@ -196,7 +196,7 @@ class TpModelWorker:
             batch,
             record,
             drawing.given,
-            self._drafter.makers(inputs.rows),
+            self._makers(inputs.rows, drawing.given),
             emitted_logprobs=self._emitted_logprobs(step, drawing),
             prompt_logprobs=prompts,
             hidden=hidden_states(batch, run, self._capture),
@@ -210,6 +210,10 @@ class TpModelWorker:
             # The drafter comes first: it knows of no request that is fed and given nothing.
             drawing.shortened.take_back(step.accepted, drawing.given, self._state)
         return result
+
+    def _makers(self, rows: torch.Tensor, accepted: AcceptedTokens) -> DraftMakers | None:
+        """See `Drafter.makers`; None where no drafts were verified."""
+        return None if accepted.num_drafts is None else self._drafter.makers(rows)
 
     def _propose(self, step: ExtendedStep) -> None:
         if self._rounds is None or not self._rounds.propose(step):
@@ -379,8 +383,7 @@ class TpModelWorker:
             return None
         layout, accepted = step.chosen.layout, step.accepted
         queries, wanted = emitted_queries(batch.logprobs, layout, accepted)
-        logits, sampling = drawing.logits, drawing.sampling
-        return self._sampler.query(logits, sampling, drawn, queries, wanted)
+        return self._sampler.query(drawing.logits, drawing.sampling, drawn, queries, wanted)
 
 
 def _result(
@@ -407,7 +410,7 @@ def _result(
         prompt_logprobs=prompt_logprobs,
         hidden_states=hidden,
         num_drafts=accepted.num_drafts,
-        makers=None if accepted.num_drafts is None else makers,
+        makers=makers,
         draft_length=plan.draft_length,
         paths=accepted.path if plan.wants_paths else None,
         record=record,

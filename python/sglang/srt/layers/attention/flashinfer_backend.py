@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -243,21 +243,39 @@ class _Wrapper:
         self._wrapper.run(q, (k, v), out=out)
 
 
-def _read_lens(batch: ForwardBatch) -> tuple[list[int], list[int]]:
-    """Returns the rows that each request feeds, and its tokens with KV after the step; waits for
-    the device where the host does not know them."""
-    num_reqs = len(batch.q_lens)
-    if batch.q_starts is not None:
-        numbers = torch.cat((batch.kv_lens, batch.q_starts)).tolist()
-        return [b - a for a, b in pairwise(numbers[num_reqs:])], numbers[:num_reqs]
-    is_known = batch.bounds_are_exact
-    return batch.q_lens, batch.kv_len_upper_bounds if is_known else batch.kv_lens.tolist()
+def _read_lens(
+    batch: ForwardBatch, kv_starts: torch.Tensor | None
+) -> tuple[list[int], list[int], list[int]]:
+    """Returns the rows that each request feeds, its tokens with KV after the step, and the first of
+    these that it sees; waits for the device where the host does not know them.
+
+    Args:
+        kv_starts: see `MHATokenToKVPool`; None: all see all.
+    """
+    num_reqs, is_packed = len(batch.q_lens), batch.q_starts is not None
+    firsts = [0] * num_reqs
+    if batch.bounds_are_exact and not is_packed and kv_starts is None:
+        return batch.q_lens, batch.kv_len_upper_bounds, firsts
+    parts = [batch.kv_lens]
+    parts += [] if kv_starts is None else [kv_starts[batch.rows]]
+    parts += [] if batch.q_starts is None else [batch.q_starts]
+    numbers = torch.cat(parts).tolist()
+    kv_lens, q_lens = numbers[:num_reqs], batch.q_lens
+    if is_packed:
+        q_lens = [b - a for a, b in pairwise(numbers[-num_reqs - 1 :])]
+    if kv_starts is not None:
+        firsts = numbers[num_reqs : 2 * num_reqs]
+    return q_lens, kv_lens, firsts
 
 
 class FlashInferBackend:
     """One plan per step and distinct window. A step whose bounds of lengths are exact never waits
-    for the device; another waits once, to read the lengths, and so does a packed one. A step of
-    trees waits, too, while FlashInfer packs its masks, and replays no graph.
+    for the device; another waits once, to read the lengths, and so does a packed one, or one over
+    a pool that `hides_kv`. A step of trees waits, too, while FlashInfer packs its masks, and
+    replays no graph.
+
+    A plan names the pages that each request sees: what is hidden is not among them. A page begins
+    anywhere then, so each slot is one.
 
     A graph is planned for all its requests with the same number of rows each. Every `GraphKey` and
     window has wrappers of its own, since the grids and addresses of a plan in a graph are fixed.
@@ -275,20 +293,23 @@ class FlashInferBackend:
         """
         Args:
             scores: see `AttentionBackend`.
-            page_size: of the pool if None, else a divisor of it. Of 1, every slot is a page.
+            page_size: of the pool if None, else a divisor of it. Of 1, every slot is a page, as it
+                is where the pool has `kv_starts`.
 
         Raises:
             ValueError: for heads that FlashInfer lacks, or if it is not there.
         """
         slots, _, head_dim = kv_pool.kv[0].shape
         page_size = page_size or kv_pool.page_size
+        if kv_pool.kv_starts is not None:
+            page_size = 1
         assert slots % page_size == 0, (slots, page_size)
         num_kv_heads = kv_pool.k[0].shape[1]
         self._heads = Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self._scores = scores
         self._flashinfer = load_flashinfer()
         self._page_size = page_size
-        self._table = req_to_token_pool.req_to_token
+        self._table, self._pool = req_to_token_pool.req_to_token, kv_pool
         self._device, self._dtype = kv_pool.kv[0].device, kv_pool.kv[0].dtype
         self._num_multiprocessors = num_multiprocessors(self._device)
         self._window_of_layer = tuple(windows)
@@ -312,7 +333,7 @@ class FlashInferBackend:
             captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,
-            reads_kv_starts=False,
+            reads_kv_starts=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -320,9 +341,11 @@ class FlashInferBackend:
         assert key is None or batch.q_lens == [key.width] * key.num_reqs, (key, batch.q_lens)
         is_plain = batch.q_starts is None and batch.ancestors is None
         assert key is None or is_plain, "No graph serves packed batches or trees."
-        q_lens, kv_lens = _read_lens(batch)
+        kv_starts = self._pool.kv_starts if self._pool.hides_kv else None
+        q_lens, kv_lens, firsts = _read_lens(batch, kv_starts)
         assert max(kv_lens) <= self._table.shape[1], "A request is longer than its row."
-        layout = lay_out(q_lens, kv_lens, self._page_size)
+        seen_lens = [kv_len - first for kv_len, first in zip(kv_lens, firsts, strict=True)]
+        layout = lay_out(q_lens, seen_lens, self._page_size)
         self._num_tokens = layout.qo_indptr[-1]
         if self._num_tokens == 0:
             return
@@ -332,10 +355,13 @@ class FlashInferBackend:
             page_indptr=self._on_host(layout.page_indptr),
             last_page_lens=self._on_host(layout.last_page_lens),
             kv_lens=self._on_host(layout.kv_lens),
-            page_indices=self._find_pages(layout, batch.rows),
+            page_indices=self._find_pages(layout, firsts, batch.rows),
         )
         windows, masks = dict.fromkeys(self._window_of_layer), dict[int | None, torch.Tensor]()
         if batch.ancestors is not None:
+            if batch.tree_starts is not None and any(firsts):
+                starts = batch.tree_starts - to_device(firsts, self._device)
+                batch = replace(batch, tree_starts=starts)
             masks = tree_masks(batch, layout, self._window_of_layer)
         is_decode = layout.is_decode and not masks  # decode kernels take no masks
         self._current = {window: self._wrapper(key, is_decode, window) for window in windows}
@@ -356,14 +382,18 @@ class FlashInferBackend:
         is_pinned = self._device.type == "cuda"
         return torch.tensor(numbers, dtype=torch.int32, pin_memory=is_pinned)
 
-    def _find_pages(self, layout: StepLayout, rows: torch.Tensor) -> torch.Tensor:
-        """[num_pages] int32: the pages of each request, read on the device from the first slot of
-        each. The host knows how many there are, so nothing waits."""
+    def _find_pages(
+        self, layout: StepLayout, firsts: Sequence[int], rows: torch.Tensor
+    ) -> torch.Tensor:
+        """[num_pages] int32: the pages of each request from the first token on that it sees, read
+        on the device from the first slot of each. The host knows how many there are, so nothing
+        waits."""
         size, width = self._page_size, self._table.shape[1]
         starts = layout.page_indptr[:-1]
         counts = [end - start for start, end in zip(starts, layout.page_indptr[1:], strict=True)]
-        # Entry n of the result is column (n - start) * size of its request's row.
-        numbers = to_device([[-start * size for start in starts], counts], self._device)
+        # Entry n of the result is column first + (n - start) * size of its request's row.
+        begins = [first - start * size for first, start in zip(firsts, starts, strict=True)]
+        numbers = to_device([begins, counts], self._device)
         origins = torch.add(numbers[0], rows, alpha=width)
         total = layout.num_pages
         entries = torch.repeat_interleave(origins, numbers[1], output_size=total)

@@ -61,7 +61,7 @@ class TorchOps:
         self,
         heads: torch.Tensor,
         rotation: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:

@@ -15,15 +15,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.ops.chosen_experts import Chosen, choose_experts, sum_of_chosen
+from sglang.srt.layers.ops.activation import silu_times
+from sglang.srt.layers.ops.expert_products import ExpertTiles, compute_experts
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
 
 MUL_BLOCK = 1024
 MAX_FEW_ROWS = 64
 ITEM_BYTES = 2  # of the types that `_few_rows_kernel` multiplies
-GROUPED_CAPABILITIES = (9, 10)  # where torch has a kernel of bfloat16 products by groups
-GROUPED_ALIGNMENT = 16  # bytes, of the rows that it reads
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -47,13 +46,6 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _silu_times(gate, up):
-    """silu(gate) * up in their type; silu is computed in float32 and rounded before it is used."""
-    wide = gate.to(tl.float32)
-    return (wide / (1 + tl.exp(-wide))).to(up.dtype) * up
-
-
 @triton.jit(do_not_specialize=["early"])
 def _silu_and_mul_kernel(
     gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr, early
@@ -65,7 +57,7 @@ def _silu_and_mul_kernel(
     mask = place < size
     gate = tl.load(gate_up_ptr + row * 2 * size + place, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + place, mask=mask, other=0.0)
-    tl.store(out_ptr + row * size + place, _silu_times(gate, up), mask=mask)
+    tl.store(out_ptr + row * size + place, silu_times(gate, up), mask=mask)
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -82,7 +74,10 @@ def _rotate_and_store_kernel(
     slot = tl.load(slots_ptr + token)
     dim = tl.arange(0, BLOCK_H)
     exists = dim < HALF
-    angles = table_ptr + tl.load(positions_ptr + token) * 4 * HALF
+    place = token
+    if positions_ptr is not None:
+        place = tl.load(positions_ptr + token)
+    angles = table_ptr + place * 4 * HALF
     cos = tl.load(angles + dim, mask=exists, other=0.0)[None, :]
     sin = tl.load(angles + 3 * HALF + dim, mask=exists, other=0.0)[None, :]
 
@@ -144,7 +139,7 @@ def _few_rows_kernel(
         x += BLOCK_K
     result = total.to(out_ptr.dtype.element_ty)
     if GATED:
-        result = _silu_times(result, second.to(result.dtype))
+        result = silu_times(result, second.to(result.dtype))
     out = out_ptr + row[:, None] * out_features + feature[None, :]
     tl.store(out, result, mask=exists)
 
@@ -203,20 +198,12 @@ class _FewRows:
         return replace(chosen, num_stages=min(chosen.num_stages, shared_bytes // stage_bytes))
 
 
-def has_grouped_products(device: torch.device) -> bool:
-    """Tells whether products by groups read the groups' sizes on the device alone; on a CPU, where
-    kernels are interpreted, it does not matter."""
-    is_cpu = device.type == "cpu"
-    return is_cpu or torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES
-
-
 class TritonOps:
     """Implements `LayerOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._shared_bytes = shared_memory_bytes(device)
-        self._has_grouped = has_grouped_products(device)
 
     def _launch(self, num_programs: int) -> dict[str, int]:
         return dependent_launch(self._device, num_programs)
@@ -265,32 +252,11 @@ class TritonOps:
     ) -> torch.Tensor:
         if not x.shape[0]:
             return torch.empty_like(x)
-        chosen = choose_experts(scores, num_chosen, normalizes)
-        strides = x.shape[1], down.shape[2]
-        is_aligned = all(stride * x.itemsize % GROUPED_ALIGNMENT == 0 for stride in strides)
-        if not (self._has_grouped and x.dtype == torch.bfloat16 and is_aligned):
-            return self._all_experts(x, chosen, gate_up, down)
-
-        def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-            numbers = torch.arange(len(down), device=experts.device)
-            ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-            both = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
-            return F.grouped_mm(self.silu_and_mul(both), down.transpose(1, 2), offs=ends)
-
-        return sum_of_chosen(x, chosen, compute)
-
-    def _all_experts(
-        self, x: torch.Tensor, chosen: Chosen, gate_up: torch.Tensor, down: torch.Tensor
-    ) -> torch.Tensor:
-        """Computes every expert for every row, where a product by groups would wait for their
-        sizes, which no recorded graph can."""
-        weights = chosen.weights.new_zeros((x.shape[0], len(down)))
-        weights.scatter_(1, chosen.experts, chosen.weights)
-        total = torch.zeros_like(x)
-        for expert, (first, second) in enumerate(zip(gate_up, down, strict=True)):
-            product = self.linear(self.gated_linear(x, first, None), second, None)
-            total.addcmul_(product, weights[:, expert, None].to(x.dtype))
-        return total
+        num_pairs, num_experts = x.shape[0] * num_chosen, scores.shape[1]
+        tiles = ExpertTiles.choose(num_pairs, num_experts, x.itemsize, self._shared_bytes)
+        return compute_experts(
+            x, scores, gate_up, down, num_chosen, normalizes, tiles, self._launch
+        )
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table
@@ -325,7 +291,7 @@ class TritonOps:
         self,
         heads: torch.Tensor,
         rotation: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:

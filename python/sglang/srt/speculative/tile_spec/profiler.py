@@ -19,10 +19,11 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -36,13 +37,14 @@ from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, Price, PriceTable
 
 logger = logging.getLogger(__name__)
 
 # Graphs whose times are compared with their prices, and the share by which the median may be less.
 CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
 MAX_BYTES = 4 << 20
+KEPT_NAME, MOST_KEPT = re.compile(r"[0-9a-f]{16}\.json"), 64  # files of a folder, the newest
 DAMAGED = "damaged, or of another version"
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
@@ -63,8 +65,6 @@ TIMED_FIELDS = (
     "row_width",
 )
 
-# What a file may hold. JSON has neither NaN nor infinity.
-Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.name != "find"]
 
 
@@ -80,7 +80,7 @@ class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
     row_kv_ms: Price
     prompt_kv_ms: Curve
     spread: Price
-    passes: list[tuple[int | TreeShape, Curve]]
+    passes: list[tuple[int | TreeShape, PassPrices]]
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
         names = [name for name in TABLE_FIELDS if name != "graphs_ms"]
@@ -148,9 +148,12 @@ class TileSpecProfiler:
             logger.warning("%s: %s; measured again.", self._path, problem)
         return None
 
-    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, Curve]) -> None:
-        """Replaces the file as a whole: whoever reads it meanwhile gets the old one or the new
-        one."""
+    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
+        """Replaces the file as a whole: whoever reads it meanwhile gets the old one or the new one.
+        Of older files of its folder only the newest stay."""
+        ranks = self._runner.ranks
+        if ranks is not None and ranks.shard.rank > 0:
+            return  # the first one keeps what all have
         fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
         fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
         path, data = self._path, msgspec.json.encode(KeptPrices(self._known, **fields))
@@ -160,12 +163,13 @@ class TileSpecProfiler:
                 new = Path(folder) / path.name  # who may read it is the umask's matter
                 new.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
                 os.replace(new, path)
+            kept = [each for each in path.parent.iterdir() if KEPT_NAME.fullmatch(each.name)]
+            with suppress(FileNotFoundError):  # another start removes files too
+                for old in sorted(kept, key=os.path.getmtime)[:-MOST_KEPT]:
+                    old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
-            logger.warning(
-                "Prices of steps cannot be kept in %s (%s), so each start measures them.",
-                path.parent,
-                _reason(error),
-            )
+            text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
+            logger.warning(text, path.parent, _reason(error))
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
@@ -177,9 +181,8 @@ def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
         return True
     checked = keys[:: max(1, len(keys) // CHECKED_GRAPHS)]
     ratios = [meter.graph_ms(key, CHECK_REPEATS) / prices.graphs_ms[key] for key in checked]
-    logger.info(
-        "Graphs take %s of their kept prices.", " / ".join(f"{ratio:.2f}" for ratio in ratios)
-    )
+    told = " / ".join(f"{ratio:.2f}" for ratio in ratios)
+    logger.info("Graphs take %s of their kept prices.", told)
     return statistics.median(ratios) >= 1 - MOST_GAIN
 
 
