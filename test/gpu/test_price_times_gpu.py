@@ -9,7 +9,7 @@ from collections.abc import Collection
 import pytest
 import torch
 
-from sglang.srt.model_executor.measured_times import gpu_times_ms
+from sglang.srt.model_executor.measured_times import GpuTimer
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -32,10 +32,10 @@ def test_a_late_host_changes_no_time(late_at: Collection[int], late_s: float) ->
         if next(numbers) in late_at:
             time.sleep(late_s)
 
-    gpu_times_ms(lambda: torch.cuda._sleep(1000), 1)
+    GpuTimer().times_ms(lambda: torch.cuda._sleep(1000), 1)
     start = time.perf_counter()
     torch.cuda._sleep(CYCLES)
     torch.cuda.synchronize()
     whole_ms = (time.perf_counter() - start) * 1e3
     assert whole_ms > LATE_S * 1.5e3
-    assert gpu_times_ms(launch, 2) == pytest.approx([whole_ms] * 2, rel=0.2)
+    assert GpuTimer().times_ms(launch, 2) == pytest.approx([whole_ms] * 2, rel=0.2)

@@ -13,12 +13,12 @@ import torch
 from policy_steps import drafted, drafting_step
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.draft_planner import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import counts_of_drafts
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import LatencyTables, TileSpec
+from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
@@ -88,7 +88,7 @@ class Decode:
         self._rng = np.random.default_rng(7)
         self._num_reqs, self._text = num_reqs, text
         self._confidence = torch.full((num_reqs, MAX_DRAFTS), 0.7)
-        self._tile_spec = TileSpec(LatencyTables(ROUNDS, packs_in_graphs=True))
+        self._tile_spec = TileSpec(ROUNDS)
         prices = self._tile_spec
         options = RoundOptions(MAX_DRAFTS)
         parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
@@ -122,7 +122,7 @@ class Decode:
         `TileSpec` says."""
         counts = [tier] * self._num_reqs
         batch = batch_of(counts)
-        plan = self._tile_spec.cut(batch, plan_of_drafts(batch, counts))
+        plan = cut_plan(self._tile_spec, batch, counts)
         values = np.cumprod(told[:, :tier], axis=1)
         kept = np.argsort(-values, axis=None, kind="stable")[: plan.counts.num_rows - len(counts)]
         fed = np.bincount(kept // max(tier, 1), minlength=self._num_reqs).tolist()
@@ -132,6 +132,14 @@ class Decode:
         right = [count - 1 for count in self._tile_spec.observe(record, result)]
         drafts = record.plan.num_drafts
         self._policy.observe(drafted(settled, self._num_reqs, drafts, right, result.num_drafts))
+
+
+def cut_plan(tile_spec: TileSpec, batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepPlan:
+    """Plans a step that feeds so many drafts of each request, with the rows that pay."""
+    counts, wants_scores = counts_of_drafts(batch, num_drafts), False
+    if any(num_drafts):
+        counts, wants_scores = tile_spec.cut(batch, counts, num_drafts)
+    return StepPlan(counts=counts, num_drafts=num_drafts, wants_scores=wants_scores)
 
 
 def record_of(batch: ScheduleBatch, plan: StepPlan, confidence: torch.Tensor) -> StepRecord:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from model_harness import sequence
 from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.distributed.group import RankGroup
-from sglang.srt.model_executor.measured_times import gpu_times_ms
+from sglang.srt.model_executor.measured_times import GpuTimer
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.shard import Shard
@@ -184,7 +184,7 @@ def test_ranks_time_a_launch_as_often_and_go_by_one_time(tmp_path: Path) -> None
             gpu.launch()
 
         for _ in range(20):
-            found += gpu_times_ms(launch, 3, rank.first_of)
+            found += GpuTimer(agree=rank.first_of).times_ms(launch, 3)
         return found, count
 
     with mock.patch("torch.cuda.Event", gpu.event), ThreadPoolExecutor(2) as pool:

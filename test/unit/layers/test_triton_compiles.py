@@ -279,8 +279,8 @@ KERNELS = {
     "experts of rows": route(512, 32, False),
     "rows by expert": Kernel(
         experts.group_kernel,
-        {"BLOCK_M": 16, "BLOCK_E": 128, "CHUNK": 4096},
-        num_warps=8,
+        {"BLOCK_M": 16, "BLOCK_E": 128, "CHUNK": 8192},
+        num_warps=16,
         types=EXPERT_INTEGERS,
     ),
     "gated products of experts": experts_product(1, True),

@@ -20,6 +20,7 @@ from sglang.srt.lookahead.cut import (
     PiecewiseLinearLatency,
     best_cut,
     compute_optimal_k,
+    expected_right,
     isotonic,
 )
 
@@ -68,7 +69,7 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
         most, full = len(ordered), (num_reqs + math.fsum(ordered)) / table.costs_ms[-1]
         rates = [rate_of(k, ordered, num_reqs, table) for k in range(most + 1)]
         least = chooser.choice([0.0, chooser.random()])
-        num_drafts, gain = best_cut(chances, num_reqs, table, least)
+        num_drafts, gain = best_cut(expected_right(chances), num_reqs, table, least)
         assert num_drafts == compute_optimal_k(chances, num_reqs, table, least)
         if max(rates) <= full * (1 + least) * (1 + 1e-12):
             assert (num_drafts, gain) == (most, 1.0)
@@ -95,8 +96,9 @@ def test_chances_that_are_no_numbers_end_nothing(value: float) -> None:
     chances = np.full((2, 3), 0.9)
     chances[1] = value
     chances_taken = np.where(np.isposinf(chances), 1.0, np.where(chances == 0.9, 0.9, 0.0))
-    assert best_cut(chances, 2, table) == best_cut(chances_taken, 2, table)
-    assert best_cut(np.full((2, 3), value), 2, table)[1] >= 1.0
+    right = expected_right(chances)
+    assert right.tolist() == expected_right(chances_taken).tolist()
+    assert best_cut(expected_right(np.full((2, 3), value)), 2, table)[1] >= 1.0
 
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -119,19 +119,6 @@ def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
     assert any(len({tier for count, tier in seen if count == each}) > 1 for each in (30, 60, 100))
 
 
-@pytest.mark.parametrize("num_plain", [0, 6])
-def test_drafts_that_were_never_right_are_tried_again(num_plain: int) -> None:
-    policy = load_aware()
-    with mock.patch.object(Stretches, "lengths", return_value=[1.0] * (1 + MOST)):
-        budgets = [policy.choose(step_beside(2, num_plain)) for _ in range(2000)]
-    assert {budget.settled for budget in budgets} == {0}
-    probes = [budget.limit - 1 for budget in budgets if budget.limit > 1]
-    assert len(probes) > 5
-    plain_ms = cost_ms(2, num_plain, 0)
-    extra_ms = sum(cost_ms(2, num_plain, tier) - plain_ms for tier in probes)
-    assert extra_ms <= (PROBE_SHARE * 2000 + PROBE_STEPS) * plain_ms
-
-
 @pytest.mark.parametrize(
     ("policy_type", "can_rest"),
     [(LoadAwareDrafts, False), (LoadAwareDrafts, True), (MatchedDrafts, False)],
@@ -158,7 +145,7 @@ def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
             )  # fmt: skip
             with (
                 mock.patch.object(Stretches, "lengths", return_value=[1.0] * (1 + MOST)),
-                mock.patch.object(MatchedDrafts, "_lengths", return_value=[1.0] * (1 + MOST)),
+                mock.patch.object(MatchedDrafts, "lengths", return_value=[1.0] * (1 + MOST)),
             ):
                 budget = policy.choose(step)
             tiers.append(budget.limit - 1)
@@ -279,10 +266,10 @@ class DrawnText:
 
 
 def learnt(begin: float, stay: float, num_drafts: int, num_rounds: int, seed: int) -> Stretches:
-    found, text, rows = Stretches(NUM_ROWS), DrawnText(begin, stay, seed), range(NUM_ROWS)
+    found, text = Stretches(NUM_ROWS), DrawnText(begin, stay, seed)
     for _ in range(num_rounds):
-        right = [text.round(row, num_drafts) for row in rows]
-        found.observe(rows, [num_drafts] * NUM_ROWS, right, [num_drafts] * NUM_ROWS)
+        right = [text.round(row, num_drafts) for row in range(NUM_ROWS)]
+        found.observe(drafted(0, NUM_ROWS, [num_drafts] * NUM_ROWS, right))
     return found
 
 
@@ -311,21 +298,21 @@ def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_li
     none, three = [0] * NUM_ROWS, [3] * NUM_ROWS
     before = found.lengths(MOST)
     for _ in range(5):
-        found.observe(rows, none, none, none)
+        found.observe(drafted(0, NUM_ROWS, none, none))
     assert found.lengths(MOST) == pytest.approx(before, rel=0.05)
     for _ in range(6):
-        found.observe(rows, three, none, three)
+        found.observe(drafted(0, NUM_ROWS, three, none))
     wrong = found.lengths(MOST)[3]
     found.renew()
     renewed = found.lengths(MOST)[3]
     assert renewed > wrong + 0.3
     for _ in range(2):
-        found.observe(rows, three, none, three)
+        found.observe(drafted(0, NUM_ROWS, three, none))
     assert found.lengths(MOST)[3] < renewed - 0.3
     text = DrawnText(0.05, 0.2, 1)
     for _ in range(20):
         right = [text.round(row, 7) for row in rows]
-        found.observe(rows, [7] * NUM_ROWS, right, [7] * NUM_ROWS)
+        found.observe(drafted(0, NUM_ROWS, [7] * NUM_ROWS, right))
     assert found.lengths(MOST)[7] < 1.6
 
 
@@ -334,10 +321,10 @@ def test_a_new_request_begins_after_no_full_round() -> None:
     one, two = Stretches(1), Stretches(1)
     for each in (one, two):
         for _ in range(8):
-            each.observe([0], [3], [3], [3])
-    one.observe([0], [0], [0], [0])  # its prompt
+            each.observe(drafted(0, 1, [3], [3]))
+    one.observe(drafted(0, 1, [0], [0]))  # its prompt
     for each in (one, two):
-        each.observe([0], [3], [0], [3])
+        each.observe(drafted(0, 1, [3], [0]))
     assert one.lengths(MOST)[1] < two.lengths(MOST)[1]
 
 
@@ -487,5 +474,6 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
 
 
 def test_a_step_knows_its_prompts() -> None:
-    assert case_of(batch_of([0, 0, 0])) == StepCase(3)
-    assert case_of(batch_of([100, 20, 0, 0])) == StepCase(2).beside(128)
+    assert case_of(batch_of([0, 0, 0]), num_drafting=3) == StepCase(3)
+    found = case_of(batch_of([100, 20, 0, 0]), num_drafting=1)
+    assert found == StepCase(2, prompts=((1.0, 128),), num_plain=1)

@@ -26,21 +26,6 @@ BY_LOAD = RoundOptions(MAX_DRAFTS, "load_aware")
 CUT = RoundOptions(MAX_DRAFTS, "load_aware", tile_spec_cache=Path("unused"))
 
 
-@pytest.mark.long_matrix
-@pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
-def test_a_head_rests_where_drafts_do_not_pay_and_wakes_when_they_do(options: RoundOptions) -> None:
-    served = ServedRounds(Load(96), NEVER, options, can_rest=True)
-    served.rate(1, 400)
-    num_rests = served.num_rests
-    assert num_rests > 200
-    assert sum(count for tier, count in served.tiers.items() if tier) > 2, "it looks again"
-    served.change_text(SURE)
-    served.rate(1, 900)
-    before = served.num_rests
-    served.rate(1, 100)
-    assert served.num_rests == before
-
-
 def test_a_head_rests_and_looks_again_where_answers_are_shorter_than_what_it_waits() -> None:
     """Each prompt is a new request's, and no head is fed on behalf of probes that never come."""
     served = ServedRounds(Load(1, 64, REST_AFTER - 4), WRONG, BY_LOAD, can_rest=True)

@@ -11,7 +11,7 @@ from served_rounds import rounds
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import LatencyTables
+from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import (
@@ -92,7 +92,7 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
         assert cost.rows_ms == pytest.approx(expected)
         kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths + 0.7
         assert cost.kv_ms == pytest.approx(kv_ms)
-    table = LatencyTables(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
+    table = TileSpec(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
     assert table.rows[-1] == 3 * width
     assert table.costs_ms[-1] == pytest.approx(rounds.cost(3, shape.num_drafts, 3 * width).rows_ms)
 
@@ -109,7 +109,7 @@ def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     sure = few._replace(prompts=((1.0, 512),))
     expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
     assert prices.round_ms(mixed, 3) == pytest.approx(expected)
-    table = LatencyTables(prices, packs_in_graphs=True).table(StepCase(8).beside(512), 3)
+    table = TileSpec(prices, packs_in_graphs=True).table(StepCase(8), 3, 512)
     assert table.costs_ms[-1] == pytest.approx(prices.round_ms(sure, 3))
     grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
     assert grows[1] > grows[0] + 0.5, "beside prompts rows are not free"
@@ -132,7 +132,7 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
         full = prices.cost(most, num_drafts, most * (1 + num_drafts), 64)
         assert full.rows_ms < 99.0
         assert prices.round_ms(beside, num_drafts) < 20.0
-        last_bucket = LatencyTables(prices, packs_in_graphs=True).table(beside, max(1, num_drafts))
+        last_bucket = TileSpec(prices, packs_in_graphs=True).table(beside, max(1, num_drafts), 64)
         assert last_bucket.costs_ms[-1] < 20.0
     without_bound = MeasuredRoundPrices(target, head)
     assert without_bound.cost(most, 1, 2 * most, 64).rows_ms > 99.0, "what this is about"

@@ -19,11 +19,10 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead import tile_spec as tile_spec_module
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.cut import Calibration
-from sglang.srt.lookahead.draft_planner import plan_of_drafts
+from sglang.srt.lookahead.draft_planner import counts_of_drafts
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,
-    LatencyTables,
     TileSpec,
     confirmed_nodes,
     resampled,
@@ -33,7 +32,7 @@ from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
-from tile_spec_decode import batch_of, record_of
+from tile_spec_decode import batch_of, cut_plan, record_of
 from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_PASS, FREE_ROWS, prices_of
 
 FREE = Curve((1, 1 << 20), (0.0, 0.0))
@@ -60,7 +59,7 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
     """Each token of KV is read by the target and the head over so many rows, then by two draft
     steps over one row of each request. Uniform graphs serve steps of all drafts alone."""
     rounds, kv_tokens = with_graphs(GraphSupport.RAGGED_Q), 64_000
-    tables = LatencyTables(rounds, packs_in_graphs=True)
+    tables = TileSpec(rounds, packs_in_graphs=True)
     without, with_kv = (tables.table(StepCase(64, kv), DEPTH) for kv in (0, kv_tokens))
     assert without.rows == (96, 128, 160, 192, 224, 256)
     assert without.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
@@ -70,7 +69,7 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
     few = tables.table(StepCase(5), 1)
     assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
     assert few.most_gain == 0.0, "one graph serves any number of them"
-    launched = LatencyTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
+    launched = TileSpec(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
     found = launched.table(StepCase(64), DEPTH)
     assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
     assert min(found.costs_ms[:-1]) > 1000
@@ -93,9 +92,9 @@ def test_resampled_scores_are_distributed_as_those_read() -> None:
 
 
 def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:
-    tables = LatencyTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
-    tile_spec, batch = TileSpec(tables, fixed=1.1), batch_of([DEPTH] * 64)
-    plan = tile_spec.cut(batch, plan_of_drafts(batch, [DEPTH] * 64))
+    tile_spec = TileSpec(with_graphs(GraphSupport.RAGGED_Q), fixed=1.1)
+    batch = batch_of([DEPTH] * 64)
+    plan = cut_plan(tile_spec, batch, [DEPTH] * 64)
     assert plan.counts.packed == PackedSize(160, 160), "134 rows replay a graph of 160"
 
 
@@ -103,13 +102,12 @@ class Cutting:
     """Has `TileSpec` cut steps of requests of these confidences, and hear of them."""
 
     def __init__(self, rounds: MeasuredRoundPrices, confidence: float = 0.5) -> None:
-        self.tile_spec = TileSpec(LatencyTables(rounds, packs_in_graphs=True))
+        self.tile_spec = TileSpec(rounds)
         self.confidence = torch.full((64, DEPTH), confidence)
 
     def cut(self, num_drafts: Sequence[int], num_prompts: int = 0) -> StepPlan:
         batch = batch_of(num_drafts, num_prompts)
-        plan = plan_of_drafts(batch, [*([0] * num_prompts), *num_drafts])
-        return self.note(batch, self.tile_spec.cut(batch, plan))
+        return self.note(batch, cut_plan(self.tile_spec, batch, [0] * num_prompts + [*num_drafts]))
 
     def note(self, batch: ScheduleBatch, plan: StepPlan) -> StepPlan:
         self._record = record_of(batch, plan, self.confidence)
@@ -135,7 +133,6 @@ def test_a_step_is_cut_to_the_rows_of_a_graph_once_scores_are_known() -> None:
     cutting.observe(result_of([DEPTH] * 64, [1] * 64))
     plan = cutting.cut([DEPTH] * 64)
     assert plan.counts.packed == PackedSize(192, 192), "as cheap as 96 rows"
-    assert plan.max_accepted == 1 + DEPTH
 
 
 def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() -> None:
@@ -157,11 +154,11 @@ def test_a_step_whose_drafts_all_pay_is_the_one_that_was_planned() -> None:
         for _ in range(3):
             cutting.confidence.fill_(chooser.choice([0.01, 0.9, 1.0]))
             batch = batch_of([DEPTH] * num_reqs, num_prompts)
-            planned = plan_of_drafts(batch, counts)
-            plan = cutting.note(batch, cutting.tile_spec.cut(batch, planned))
+            whole_counts = counts_of_drafts(batch, counts)
+            plan = cutting.note(batch, cut_plan(cutting.tile_spec, batch, counts))
             is_whole = plan.counts.packed is None
-            fewer = is_whole or plan.counts.packed.num_rows < planned.counts.num_rows
-            assert plan.counts == planned.counts if is_whole else fewer
+            fewer = is_whole or plan.counts.packed.num_rows < whole_counts.num_rows
+            assert plan.counts == whole_counts if is_whole else fewer
             looked = plan.wants_scores
             whole[is_whole and looked] += 1
             result = [0] * num_prompts + [chooser.choice([0, DEPTH])] * num_reqs
@@ -309,7 +306,7 @@ def paths_result(paths: Sequence[list[int]], fed: Sequence[int]) -> HostResult:
 
 
 def tile_spec_of(rounds: MeasuredRoundPrices) -> TileSpec:
-    return TileSpec(LatencyTables(rounds, packs_in_graphs=True), has_trees=True)
+    return TileSpec(rounds, has_trees=True)
 
 
 def step_of(
@@ -317,8 +314,7 @@ def step_of(
 ) -> StepRecord:
     counts = [shape.num_drafts] * num_reqs
     batch = batch_of(counts)
-    plan = tile_spec.cut(batch, plan_of_drafts(batch, counts, shape.max_confirmed))
-    return record_of(batch, plan, confidence)
+    return record_of(batch, cut_plan(tile_spec, batch, counts), confidence)
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
@@ -335,7 +331,6 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
         trees = [random_tree(luck, shape.topk, shape.num_drafts) for _ in range(num_reqs)]
         confidence.copy_(confidence_of(trees))
         record = step_of(tile_spec, num_reqs, shape, confidence)
-        assert record.plan.wants_paths
         fed = [luck.randint(0, shape.num_drafts) for _ in trees]
         found = [
             confirmed_path(tree, count, power, luck) for tree, count in zip(trees, fed, strict=True)

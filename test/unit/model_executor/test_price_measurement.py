@@ -18,9 +18,8 @@ import torch
 from priced_server import STEP_MS, curve
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
-from sglang.srt.model_executor import price_measurement
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.model_executor.measured_times import Launch, gpu_times_ms, shown, timed_passes
+from sglang.srt.model_executor.measured_times import CpuTimer, GpuTimer, Launch
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
     GRAPH_REPEATS,
@@ -76,28 +75,25 @@ def test_passes_over_all_sizes_end_with_the_budget() -> None:
     now = 0.0
     runs: list[int] = []
 
-    def once_ms(launch: object) -> float:
-        nonlocal now
-        size = launches[int(launch())]  # type: ignore[operator]
-        runs.append(size)
-        now += size * 1e-3
-        return float(size)
+    def launch_of(size: int) -> Launch:
+        def launch() -> None:
+            nonlocal now
+            runs.append(size)
+            now += size * 1e-3
 
-    launches = {size: size for size in (1, 10, 100, 1000)}
-    makers = {size: (lambda size=size: size) for size in launches}
-    times = timed_passes(makers, 0.3, once_ms, lambda: now)  # type: ignore[arg-type]
+        return launch
+
+    def timed(sizes: tuple[int, ...], budget_s: float) -> dict[int, list[float]]:
+        runs.clear()
+        return CpuTimer(lambda: now).times_of(sizes, launch_of, budget_s, "sizes")
+
+    times = timed((1, 10, 100, 1000), 0.3)
     assert runs == [1, 10, 100, 1000], "the last one alone took all the time"
-    assert times == {size: [float(size)] for size in launches}
-    now = 0.0
-    runs.clear()
-    times = timed_passes(makers, 0.15, once_ms, lambda: now)  # type: ignore[arg-type]
+    assert times == {size: pytest.approx([size]) for size in runs}
+    timed((1, 10, 100, 1000), 0.15)
     assert runs == [1, 10, 100]
-    now = 0.0
-    runs.clear()
-    makers.pop(1000)
-    assert timed_passes(makers, 1.0, once_ms, lambda: now) == {  # type: ignore[arg-type]
-        size: [float(size)] * 3 for size in (1, 10, 100)
-    }
+    times = timed((1, 10, 100), 1.0)
+    assert times == {size: pytest.approx([size] * 3) for size in (1, 10, 100)}
     assert runs == [1, 10, 100] * 4
 
 
@@ -146,11 +142,10 @@ def measured_graphs(
     pool = SimpleNamespace(req_to_token=torch.zeros(1, 1))
     model = SimpleNamespace(hidden_width=0)
     runner: Any = SimpleNamespace(req_to_token_pool=pool, model=model, ranks=None)
-    meter = PriceMeter(runner, 128, 1)
-    meter.is_cpu = False
+    meter = PriceMeter(runner, 128, 1, make_timer=GpuTimer)
 
     def graph_ms(key: GraphKey, repeats: int) -> float:
-        return min(gpu_times_ms(lambda: gpu.launch(took_ms(key)), repeats, float))
+        return min(GpuTimer().times_ms(lambda: gpu.launch(took_ms(key)), repeats))
 
     replays = mock.patch.object(meter, "graph_ms", graph_ms)
     with replays, mock.patch("torch.cuda.Event", gpu.event):
@@ -191,21 +186,21 @@ def test_a_graph_that_met_a_slow_moment_is_replaced_by_no_larger_one(seed: int) 
 def test_a_host_that_is_always_slower_than_the_gpu_ends_the_measurement() -> None:
     gpu = QueuedGpu(lambda now: 9.0)
     with mock.patch("torch.cuda.Event", gpu.event):
-        assert set(gpu_times_ms(lambda: gpu.launch(4.0), 3, float)) == {9.0}
+        assert set(GpuTimer().times_ms(lambda: gpu.launch(4.0), 3)) == {9.0}
     assert gpu.now < 300
 
 
 @pytest.mark.parametrize(
-    ("device", "is_terminal", "is_shown"),
-    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+    ("timer", "is_terminal", "is_shown"),
+    [(GpuTimer(), True, True), (GpuTimer(), False, False), (CpuTimer(), True, False)],
 )
 def test_a_progress_bar_is_shown_on_a_gpu_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, device: str, is_terminal: bool, is_shown: bool
+    monkeypatch: pytest.MonkeyPatch, timer: GpuTimer, is_terminal: bool, is_shown: bool
 ) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    assert [*shown([3, 1, 2], "graphs", torch.device(device))] == [3, 1, 2]
+    assert [*timer.shown([3, 1, 2], "graphs")] == [3, 1, 2]
     assert ("Measuring graphs: 100%" in screen.getvalue()) == is_shown
     assert is_shown or not screen.getvalue()
 
@@ -264,18 +259,9 @@ def test_rows_and_attention_of_prompts_are_told_apart(
         return ForwardResult(torch.zeros(sum(batch.q_lens), 64), used_graph=False)
 
     with mock.patch.object(runner, "forward", forward):
-        meter = PriceMeter(runner, 4, 1, clock=lambda: now)
-        meter.is_cpu = is_cpu
-
-        def once_ms(launch: Launch) -> float:
-            start = now
-            launch()
-            return (now - start) * 1e3
-
-        def times_ms(launch: Launch, repeats: int, agree: object) -> list[float]:
-            return [once_ms(launch) for _ in range(repeats)]
-
-        with mock.patch.object(price_measurement, "gpu_times_ms", times_ms):
+        kind = CpuTimer if is_cpu else GpuTimer
+        meter = PriceMeter(runner, 4, 1, lambda: now, kind)
+        with mock.patch.object(meter.timer, "times_ms", CpuTimer(lambda: now).times_ms):
             table = meter.measure()
     for num_rows in (1500, *(512, 128) * (not is_cpu), 64, *(8,) * is_cpu):
         if num_rows <= table.prompt_kv_ms.sizes[-1]:
@@ -304,8 +290,7 @@ def test_steps_that_replay_no_graph_are_measured_up_to_the_largest(
 ) -> None:
     runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
     runner.max_prompt_rows = max_prompt_rows
-    meter = PriceMeter(runner, max_requests, 15)
-    meter.is_cpu = False
+    meter = PriceMeter(runner, max_requests, 15, make_timer=GpuTimer)
     assert meter.eager_rows()[-len(expected) :] == expected
     with mock.patch.object(type(runner), "graph_keys", GraphKeys(GraphSupport.RAGGED_Q, 8, 1, 64)):
         assert meter.eager_rows() == expected

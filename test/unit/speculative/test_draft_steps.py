@@ -55,18 +55,18 @@ def planned(batch: ScheduleBatch, committed: list[int], num_steps: int = NUM_DRA
 
 def test_each_step_feeds_the_position_behind_the_one_before() -> None:
     """Whatever was kept of a decode's four rows: here one and three."""
-    steps = planned(batch_of((10, 0, 7, True), (20, 5, 8, True), (12, 0, 7, True)), [11, 25, 15])
+    steps = planned(batch_of((20, 5, 8, True), (10, 0, 7, True), (12, 0, 7, True)), [25, 11, 15])
     assert steps.rows.tolist() == [0, 2, 4]
-    assert steps.certain_tokens.tolist() == [11, 225, 415]
+    assert steps.certain_tokens.tolist() == [25, 211, 415]
     for index in range(NUM_DRAFTS):
         batch = steps.batch(index, torch.tensor([7, 8, 9]))
         assert batch.input_ids.tolist() == [7, 8, 9]
-        assert batch.positions.tolist() == [11 + index, 25 + index, 15 + index]
-        assert batch.slots.tolist() == [12 + index, 226 + index, 416 + index]
-        assert batch.kv_lens.tolist() == [12 + index, 26 + index, 16 + index]
+        assert batch.positions.tolist() == [25 + index, 11 + index, 15 + index]
+        assert batch.slots.tolist() == [26 + index, 212 + index, 416 + index]
+        assert batch.kv_lens.tolist() == [26 + index, 12 + index, 16 + index]
         assert batch.q_lens == [1, 1, 1]
         # Of a decode four rows may have been kept; the prompt's watermark is known.
-        assert batch.kv_len_upper_bounds == [15 + index, 26 + index, 17 + index]
+        assert batch.kv_len_upper_bounds == [26 + index, 15 + index, 17 + index]
         for numbers in (batch.positions, batch.slots, batch.kv_lens):
             assert numbers.is_contiguous()
             assert numbers.data_ptr() % 16 == 0
@@ -75,10 +75,10 @@ def test_each_step_feeds_the_position_behind_the_one_before() -> None:
 def test_requests_without_room_or_a_token_are_left_out() -> None:
     """A chunk of a prompt, a request whose steps are plain, and one with a slot too few."""
     batch = batch_of(
-        (0, 9, 9, False), (20, 0, 7, True), (30, 0, 1, True), (40, 0, 6, True), (0, 9, 11, True)
+        (0, 9, 9, False), (0, 9, 11, True), (20, 0, 7, True), (30, 0, 1, True), (40, 0, 6, True)
     )
-    steps = planned(batch, [9, 21, 31, 41, 9])
-    assert steps.rows.tolist() == [2]
+    steps = planned(batch, [9, 9, 21, 31, 41])
+    assert steps.rows.tolist() == [4]
     assert steps.positions.tolist() == [[21], [22], [23]]
 
 

@@ -125,24 +125,6 @@ def test_ends_are_counted_when_their_rows_are_given_away(small_model: Path) -> N
     assert sum(heard) == 3
 
 
-def test_prices_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
-    """With measured prices verified requests give the same tokens as without any."""
-    setup = Setup(max_running_requests=4)
-    tokens = []
-    for measures in (False, True):
-        runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-        mtp = MTPConfig(
-            mask_token_id=5, max_k=MAX_K, length_policy="load_aware_masks" if measures else "fixed"
-        )
-        prices = PriceMeter(runner, 4, MTP_MAX_ROWS).measure() if measures else None
-        worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp), prices)
-        harness = SchedulerHarness(setup, worker)
-        assert not runner.req_to_token_pool.req_to_token.any()
-        params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
-        tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
-    assert tokens[0] == tokens[1]
-
-
 class Alternating(FixedLength):
     """A policy of a test: k and no look-ahead in turn."""
 
@@ -173,13 +155,15 @@ def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_tok
     setup = Setup(max_running_requests=4)
     params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
     tokens = []
-    for name in ("fixed", "alternating"):
-        runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
+    for name in ("fixed", "alternating", "load_aware_masks"):
+        runner, prices = make_runner(small_model, setup, 128, MTP_MAX_ROWS), None
+        if LENGTH_POLICIES.load(name).needs_prices:
+            prices = PriceMeter(runner, 4, MTP_MAX_ROWS).measure()
         mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, length_policy=name)
-        worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp))
+        worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp), prices)
         harness = SchedulerHarness(setup, worker)
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
     (policy,) = Alternating.made
     assert policy.num_observed == len(policy.chosen) > 2
     assert set(policy.chosen) == {1, 8}

@@ -144,18 +144,6 @@ def test_products_of_confidences_are_scores() -> None:
     assert scores[1].tolist() == pytest.approx([0.7, 0.7**2, 0.7**3])
 
 
-def test_a_node_that_the_budget_leaves_out_is_not_there() -> None:
-    """Its place is that of a node of others, if there is any."""
-    confidence, rows = confidence_for(4, corpus_budget=2), [0, 1, 2]
-    found = order_of(confidence, rows, [[5, 2]] * 3, [[1, 0], [1, 1], [0, 1]])
-    nodes = [[node_of(place, 4) for place in order] for order in found.order.tolist()]
-    assert nodes[0] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert nodes[1][:2] == [(0, 0), (0, 1)]
-    assert nodes[2] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert found.counts.tolist() == [4, 2, 4]
-    assert found.scores[1, 2:].tolist() == [0.0, 0.0]
-
-
 def test_equal_nodes_keep_the_order_of_branches() -> None:
     confidence = confidence_for(6)
     for counts in (confidence.trials.tried, confidence.trials.right):

@@ -217,12 +217,12 @@ def test_other_code_of_the_model_and_other_sums_have_prices_of_their_own(
     assert [start(*each) for each in settings * 2] == [["target", "head"]] * 3 + [[]] * 3
 
 
-@pytest.mark.parametrize("name", ["driver_version", "code_digest", "_version"])
+@pytest.mark.parametrize("name", ["driver_version", "code_digest", "metadata.version"])
 def test_so_has_another_driver_or_kernel(
     tmp_path: Path, runners: tuple[Any, Any], name: str
 ) -> None:
     Start(tmp_path, *runners)
-    with mock.patch.object(profiler, name, return_value="other"):
+    with mock.patch(f"{profiler.__name__}.{name}", return_value="other"):
         assert Start(tmp_path, *runners).measured == ["target", "head"]
 
 

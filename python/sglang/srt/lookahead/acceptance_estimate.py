@@ -63,20 +63,15 @@ class Trials:
 class Survival:
     """Chances that a token of a run is accepted, given that the one before it is; entry 0 is the
     second token of a run, entry j the one after j + 1 others. What was never tried is taken to
-    survive like the entry before it.
+    survive like the entry before it."""
 
-    Attributes:
-        window: trials of an entry that are remembered.
-    """
-
-    def __init__(self, max_k: int, window: float = WINDOW) -> None:
-        self.window = window
+    def __init__(self, max_k: int) -> None:
         self._trials = [Trials() for _ in range(max_k - 1)]
 
     def record(self, num_tried: int, num_accepted: int, num_runs: int = 1) -> None:
         """Counts runs that could have had `num_tried` tokens each and had `num_accepted`."""
         for j in range(min(num_tried - 1, num_accepted)):
-            self._trials[j].add(num_runs, num_runs * (num_accepted >= j + 2), self.window)
+            self._trials[j].add(num_runs, num_runs * (num_accepted >= j + 2), WINDOW)
 
     def forget(self, limit: int) -> None:
         """Forgets a little of the positions that a step of at most `limit` tokens does not try.
@@ -111,29 +106,20 @@ class Survival:
 
 def with_draftless_steps(runs: list[Estimate]) -> list[Estimate]:
     """Tokens per step of a request that emits only what is confirmed, its steps without drafts
-    counted too, from the lengths of the runs of its steps with drafts.
-
-    A step whose drafts are not all confirmed leaves none for the next one, which gives one token.
-    """
+    counted too, from the lengths of the runs of its steps with drafts."""
     found = [runs[0]]
     for before, run in itertools.pairwise(runs):
-        last_share = (run.mean - before.mean) / (run.mean - 1.0)
         drafts = [length - 1.0 for length in run]
-        found.append(Estimate(*(1.0 + _share(count, last_share) * count for count in drafts)))
+        found.append(Estimate(*(1.0 + share_with_drafts(before, run, n) * n for n in drafts)))
     return found
 
 
-def share_with_drafts(before: Estimate, run: Estimate) -> float:
-    """Share of a request's steps that have drafts, from the lengths of its runs: `run` with one
-    token more than `before`."""
-    num_drafts = run.mean - 1.0
-    if num_drafts <= 0.0:
-        return 0.5
-    return _share(num_drafts, (run.mean - before.mean) / num_drafts)
+def share_with_drafts(before: Estimate, run: Estimate, num_right: float) -> float:
+    """Share of a request's steps that have drafts, if `num_right` of them are accepted on average:
+    a step whose drafts are not all confirmed leaves none for the next one, which gives one token.
 
-
-def _share(num_drafts: float, last_share: float) -> float:
-    """Share of steps that have drafts, where a step with drafts has `num_drafts` of them accepted
-    on average and a share `last_share` of these complete their run: only then the next step has
-    drafts."""
-    return 1.0 / (2.0 - min(1.0, last_share * num_drafts))
+    Args:
+        before, run: lengths of its runs; `run` with one token more.
+    """
+    complete = (run.mean - before.mean) / (run.mean - 1.0)  # for each that is accepted
+    return 1.0 / (2.0 - min(1.0, complete * num_right))

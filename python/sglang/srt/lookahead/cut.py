@@ -57,10 +57,9 @@ class Calibration:
             scores: [n] float, 0 to 1.
             confirmed: [n] bool; whether the draft and all before it were.
         """
-        told, right = np.asarray(scores, np.float64), np.asarray(confirmed, np.float64)
+        told, right = bounded_scores(scores), np.asarray(confirmed, np.float64)
         if told.size == 0:
             return
-        told = bounded_scores(told)
         seen = told.size, told.sum(), right.sum(), (told * told).sum(), (told * right).sum()
         self._sums += np.array(seen)
         self._sums *= min(1.0, LINE_TRIALS / self._sums[0])
@@ -83,14 +82,14 @@ class Calibration:
 
     def _line(self, scores: Floats) -> Floats:
         """[n]; the bounded line."""
-        trials, x, y, xx, xy = self._sums + self._prior
+        trials, x, y, xx, xy = (self._sums + self._prior).tolist()
         slope = (trials * xy - x * y) / (trials * xx - x * x)
         return _bounded(slope * scores + (y - slope * x) / trials)
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
     """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
-    return np.clip(np.nan_to_num(np.asarray(values, np.float64)), 0.0, 1.0)
+    return np.fmin(np.fmax(np.asarray(values, np.float64), 0.0), 1.0)
 
 
 def _bounded(chances: Floats) -> Floats:
@@ -193,27 +192,36 @@ class LatencyTable:
 def compute_optimal_k(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> int:
-    """Returns how many drafts to verify, see `best_cut`."""
-    return best_cut(chances, num_requests, table, least_gain)[0]
+    """Returns how many drafts to verify, see `best_cut`; chances as for `expected_right`."""
+    return best_cut(expected_right(chances), num_requests, table, least_gain)[0]
+
+
+def expected_right(chances: ArrayLike) -> Floats:
+    """[1 + n]; of the likeliest 0, 1, ... n drafts those that are right, on average.
+
+    Args:
+        chances: n float in any order and shape; of each draft, that it and all before it are
+            confirmed.
+    """
+    ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
+    sums = np.zeros(1 + ordered.size)
+    np.cumsum(ordered, out=sums[1:])
+    return sums
 
 
 def best_cut(
-    chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+    right: Floats, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> tuple[int, float]:
     """Computes how many drafts to verify, of all requests together, for most tokens per
     millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
-    beginning. A round of k drafts is expected to give
-
-        E(k) = num_requests + sum of the k highest chances
-
-    tokens. Only numbers that fill a bucket are looked at: with fewer drafts it costs the same.
+    beginning. A round of k drafts is expected to give num_requests + right[k] tokens. Only numbers
+    that fill a bucket are looked at: with fewer drafts it costs the same.
 
     Args:
-        chances: [n] float in any order and shape; of each draft, that it and all before it are
-            confirmed.
+        right: see `expected_right`.
         table: of rounds of `num_requests` requests.
         least_gain: share by which fewer drafts must beat all of them.
 
@@ -221,16 +229,14 @@ def best_cut(
         0 to n, of equally good numbers the largest; so all where rows cost nothing. And its tokens
         per millisecond divided by those of verifying all, 1 or more.
     """
-    ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
-    most = ordered.size
-    room = np.asarray(table.rows) - num_requests
-    fits = room >= 0
-    if most == 0 or not fits.any():
-        return most, 1.0
-    tokens = num_requests + np.concatenate(([0.0], np.cumsum(ordered)))
-    counts = np.minimum(room[fits], most)
-    rates = tokens[counts] / np.asarray(table.costs_ms)[fits]
-    best = int(np.flatnonzero(rates == rates.max())[-1])
-    if rates[best] <= rates[-1] * (1.0 + least_gain):
-        return int(counts[-1]), 1.0
-    return int(counts[best]), float(rates[best] / rates[-1])
+    most = whole = len(right) - 1
+    best, best_rate, rate = most, 0.0, 0.0
+    for rows, cost_ms in zip(table.rows, table.costs_ms, strict=True):
+        if most and rows >= num_requests:
+            whole = min(rows - num_requests, most)
+            rate = (num_requests + float(right[whole])) / cost_ms
+            if rate >= best_rate:
+                best, best_rate = whole, rate
+    if best_rate <= rate * (1.0 + least_gain):
+        return whole, 1.0
+    return best, best_rate / rate

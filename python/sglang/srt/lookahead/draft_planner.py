@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
 from sglang.srt.lookahead.length_policy import LengthPolicy
-from sglang.srt.lookahead.matched_drafts import class_of
+from sglang.srt.lookahead.matched_drafts import KINDS, class_of
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
@@ -25,7 +24,8 @@ from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
-ALIKE = Kind()
+PLAIN = EmittingRequest(None, 1, is_adjustable=False)
+PLAIN_NEW = EmittingRequest(None, 1, is_adjustable=False, pending=0)
 
 
 class LeftOutRows:
@@ -53,20 +53,16 @@ class LeftOutRows:
         elif choice.drafter is not None and choice.drafter == self._modelless:
             self._without_model.add(new.row)
 
-    def planned(self, plan: StepPlan, rows: Sequence[int], rests: bool) -> StepPlan:
-        """Returns the plan of a step of these rows with what it leaves out, and notes it."""
+    def of_step(self, rows: Sequence[int], rests: bool) -> tuple[Sequence[int], ...]:
+        """Returns `left_out`, `without_model` and `fed_again` of the plan of a step of these rows,
+        and notes what it leaves out."""
         if rests:
             self._behind.update(set(rows) - self._off - self._without_model)
-            return replace(plan, left_out=list(range(len(rows))))
+            return list(range(len(rows))), (), ()
         fed = self._behind.intersection(rows)
         self._behind -= fed
         self._lacking |= fed
-        return replace(
-            plan,
-            left_out=_places(rows, self._off),
-            without_model=_places(rows, self._without_model),
-            fed_again=sorted(fed),
-        )
+        return _places(rows, self._off), _places(rows, self._without_model), sorted(fed)
 
 
 class DraftPlanner(Planner):
@@ -91,7 +87,7 @@ class DraftPlanner(Planner):
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
-        self._most_drafts = [0] * num_rows  # that each request takes per step
+        self._limits = dict[int, int]()  # of rows whose requests take fewer drafts than others
         self._num_pending_drafts = dict[int, int]()  # by row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
         # to be drafted for.
@@ -105,10 +101,10 @@ class DraftPlanner(Planner):
     def admit(self, new_rows: list[NewRow]) -> None:
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
+            self._limits.pop(new.row, None)
             choice, most = new.params.speculative, self._options.max_drafts
-            self._most_drafts[new.row] = (
-                0 if choice.is_off else min(most, choice.max_drafts or most)
-            )
+            if choice.is_off or (choice.max_drafts or most) < most:
+                self._limits[new.row] = 0 if choice.is_off else choice.max_drafts or most
             if self._left_out is not None:
                 self._left_out.admit(new)
 
@@ -117,31 +113,42 @@ class DraftPlanner(Planner):
         before it proposed, and the policy chooses what is proposed after it."""
         # A request has no drafts while it feeds its prompt.
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
-        plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
+        most, options = max(num_drafts), self._options
         (draft_length, num_drafted_for), next_length = self._last_choice, 0
-        if self.tile_spec is not None:
-            is_probe = max(num_drafts) > self._options.num_drafts(draft_length)
-            plan = self.tile_spec.cut(batch, plan, is_probe)
+        counts, wants_scores = counts_of_drafts(batch, num_drafts), False
+        if self.tile_spec is not None and most:
+            is_probe = most > options.num_drafts(draft_length)
+            counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts, is_probe)
         budget = self._budget(batch, lens or self._match_lens)
         if budget is None:
             self._last_choice = draft_length, 0
         else:
             next_length = budget.limit - 1
             self._last_choice = budget.settled, batch.emits.count(True)
-        next_drafts = self._next_drafts(batch, plan.max_accepted, next_length)
+        max_accepted = 1 + min(most, options.max_confirmed or most)
+        next_drafts = self._next_drafts(batch, max_accepted, next_length)
         self._num_pending_drafts.update(zip(batch.rows, next_drafts, strict=True))
-        # A step of chunks alone has no decodes, which are what the head delays.
-        is_idle = max(num_drafts) == max(next_drafts) == 0
-        rests = is_idle and budget is not None and budget.rests
-        of_trees = self.policy.reads_matches and self._options.has_trees and not plan.is_plain
-        plan = replace(
-            plan,
+        left_out: tuple[Sequence[int], ...] = (), (), ()
+        if self._left_out is not None:
+            # A step of chunks alone has no decodes, which are what the head delays.
+            is_idle = most == max(next_drafts) == 0
+            rests = is_idle and budget is not None and budget.rests
+            left_out = self._left_out.of_step(batch.rows, rests)
+        asks_paths = wants_scores or (self.policy.reads_matches and most > 0)
+        return StepPlan(
+            counts=counts,
+            max_pending=1 + most,
+            max_accepted=max_accepted,
+            wants_paths=asks_paths and options.has_trees,
+            wants_scores=wants_scores,
             draft_length=draft_length,
-            num_drafted_for=num_drafted_for if batch.num_prompts < len(batch.rows) else None,
+            num_drafts=num_drafts,
             next_drafts=next_drafts,
-            wants_paths=plan.wants_paths or of_trees,
+            left_out=left_out[0],
+            without_model=left_out[1],
+            fed_again=left_out[2],
+            num_drafted_for=num_drafted_for if batch.num_prompts < len(batch.rows) else None,
         )
-        return plan if self._left_out is None else self._left_out.planned(plan, batch.rows, rests)
 
     def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
         """Asks the policy, which hears of steps that emit for a request which takes drafts,
@@ -149,22 +156,26 @@ class DraftPlanner(Planner):
 
         Requests are counted by kind: their next step is taken to have the same. Of the match after
         a prompt nothing is known yet. Those that take no drafts have no kind."""
-        takes, split = self._most_drafts.__getitem__, batch.num_prompts
-        groups = [*compress(batch.rows[:split], batch.emits)], batch.rows[split:]
-        new, old = [list(filter(takes, rows)) for rows in groups]
+        split, limits = batch.num_prompts, self._limits
+        groups = list(compress(batch.rows[:split], batch.emits)), batch.rows[split:]
+        new, old = groups
+        if limits:
+            new, old = [[row for row in rows if limits.get(row, 1)] for rows in groups]
         if not new and not old:
             return None
-        matches = Counter({0: len(old)})
+        matches = {0: len(old)}
         if self.policy.reads_matches:
             matches = Counter([class_of(match_lens[row]) for row in old])
-        k, plain = 1 + self._options.num_steps, EmittingRequest(None, 1, False)
-        emitting = Counter({EmittingRequest(Kind(), k, pending=0): len(new)})
-        for match, count in matches.items():
-            emitting[EmittingRequest(Kind(match=match), k)] = count
-        emitting[plain] = len(groups[1]) - len(old)
-        emitting[plain._replace(pending=0)] = len(groups[0]) - len(new)
+        k = 1 + self._options.num_steps
+        wishes = [
+            (EmittingRequest(KINDS[0], k, pending=0), len(new)),
+            *((EmittingRequest(KINDS[match], k), count) for match, count in matches.items()),
+            (PLAIN, len(groups[1]) - len(old)),
+            (PLAIN_NEW, len(groups[0]) - len(new)),
+        ]
+        emitting = {request: count for request, count in wishes if count}
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(new + old)
-        return self.policy.choose(UpcomingStep.of(batch, +emitting, is_fed=is_fed))
+        return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
@@ -172,16 +183,18 @@ class DraftPlanner(Planner):
             return [0] * len(batch.rows)
         num_slots, num_drafts = self._options.num_draft_slots(tier), self._options.num_drafts(tier)
         counts = drafts_of_requests(batch, max_accepted, num_slots, num_drafts)
-        mosts = list(map(self._most_drafts.__getitem__, batch.rows))
-        return counts if min(mosts) >= num_drafts else list(map(min, counts, mosts))
+        if self._limits:
+            mosts = (self._limits.get(row, num_drafts) for row in batch.rows)
+            counts = list(map(min, counts, mosts))
+        return counts
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         """See `Planner`. Copies were made before the step ran, so nothing is waited for."""
-        rows, kinds = record.rows, [ALIKE] * len(record.rows)
+        rows, kinds = record.rows, list[Kind]()
         if self.policy.reads_matches and record.plan.num_drafted_for is not None:
             assert record.lens is not None, "The drafter has matches."
             self._match_lens = lens = record.lens.read()[0].tolist()
-            kinds = [Kind(match=class_of(lens[row])) for row in rows]
+            kinds = [KINDS[class_of(lens[row])] for row in rows]
         num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
         num_accepted = result.accept_lens
         if self.tile_spec is not None:
@@ -218,33 +231,37 @@ def drafts_of_requests(
         max_accepted: see `StepPlan`.
         num_steps: slots that draft steps need.
     """
-    slots = zip(batch.emits, batch.num_prompt_tokens, batch.max_q_lens, strict=True)
+    split, least = batch.num_prompts, max_accepted + num_steps
+    prompts = zip(batch.emits[:split], batch.num_prompt_tokens, batch.max_q_lens, strict=False)
     return [
-        num_drafts if emits and (num_prompt or max_accepted) + num_steps <= reserved else 0
-        for emits, num_prompt, reserved in slots
+        *(
+            num_drafts if emits and fed + num_steps <= reserved else 0
+            for emits, fed, reserved in prompts
+        ),
+        *[num_drafts if reserved >= least else 0 for reserved in batch.max_q_lens[split:]],
     ]
+
+
+def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
+    """The counts of a step in which prompts are fed, and every other request feeds its certain
+    token and its drafts, R counts, 0 where a prompt is fed. It is plain where there are none."""
+    if not any(num_drafts):
+        return StepCounts.plain(batch)
+    emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
+    num_read, split = q_lens.copy(), batch.num_prompts
+    q_lens[:split], num_read[:split] = batch.num_prompt_tokens[:split], emits[:split]
+    return StepCounts(q_lens, num_read, emits, [True] * len(emits))
 
 
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> StepPlan:
-    """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and its drafts, of which the host knows how many there are. It is plain where there are none.
-
-    Args:
-        num_drafts: R counts, 0 where a prompt is fed.
-        max_confirmed: see `DrafterNeeds`.
-    """
+    """The plan of a step of which the host knows how many drafts there are, as for
+    `counts_of_drafts`; max_confirmed: see `DrafterNeeds`."""
     most = max(num_drafts)
-    if most == 0:
-        return StepPlan(counts=StepCounts.plain(batch), num_drafts=num_drafts)
-    accepted = most if max_confirmed is None else min(most, max_confirmed)
-    emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
-    num_read, split = q_lens.copy(), batch.num_prompts
-    q_lens[:split], num_read[:split] = batch.num_prompt_tokens[:split], emits[:split]
     return StepPlan(
-        counts=StepCounts(q_lens, num_read, emits, [True] * len(emits)),
+        counts=counts_of_drafts(batch, num_drafts),
         max_pending=1 + most,
-        max_accepted=1 + accepted,
+        max_accepted=1 + min(most, max_confirmed or most),
         num_drafts=num_drafts,
     )

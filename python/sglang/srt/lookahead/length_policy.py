@@ -15,11 +15,6 @@ from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import PriceTable
 
 
-def same_size(num_reqs: int) -> int:
-    """`PolicyParts.graph_size` without graphs."""
-    return num_reqs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyParts:
     """The parts that a policy is made of.
@@ -39,7 +34,7 @@ class PolicyParts:
     max_prompt_rows: int = 1
     steps: PriceTable | None = None
     rounds: RoundPrices | None = None
-    graph_size: Callable[[int], int] = same_size
+    graph_size: Callable[[int], int] = int
     feed_ms: Callable[[StepCase], float] | None = None
 
 
@@ -100,23 +95,17 @@ class TrialAllowance:
     learnt than of others.
 
     Attributes:
-        saved_ms: may fall below 0; None before the first step.
+        left_ms: those left; may fall below 0; inf before the first step.
     """
 
     def __init__(self) -> None:
-        self.saved_ms: float | None = None
+        self.left_ms = math.inf
 
     def earn(self, ms: float, most_ms: float, first_ms: float) -> None:
         """Saves a share of a step, up to `most_ms` in all; `first_ms` is there before any step."""
-        saved_ms = first_ms if self.saved_ms is None else self.saved_ms
-        self.saved_ms = min(saved_ms + ms, most_ms)
-
-    @property
-    def left_ms(self) -> float:
-        """Returns what is saved."""
-        assert self.saved_ms is not None, "Steps earn first."
-        return self.saved_ms
+        before_ms = first_ms if self.left_ms == math.inf else self.left_ms
+        self.left_ms = min(before_ms + ms, most_ms)
 
     def add(self, ms: float, least_ms: float = -math.inf) -> None:
         """Adds what was gained; below 0: pays, and no more than leaves `least_ms`."""
-        self.saved_ms = max(self.left_ms + ms, least_ms)
+        self.left_ms = max(self.left_ms + ms, least_ms)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.prompt_mix import PromptMix
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import RoundPrices
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
@@ -100,7 +99,8 @@ class LoadAwareDrafts:
             adaptive, tiers = self._options.adaptive, self._tiers
             if adaptive is not None:
                 tiers = tuple(sorted({0, *adaptive.candidates(size)}))
-            self._costs = costs_of_tiers(self._prices, self._prompts, upcoming, tiers, lengths)
+            cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
+            self._costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         return self._costs
 
     def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
@@ -128,9 +128,7 @@ class LoadAwareDrafts:
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
-        drafts = [tried - 1 for tried in outcome.num_tried]
-        right = [accepted - 1 for accepted in outcome.num_accepted]
-        self._stretches.observe(outcome.rows, drafts, right, outcome.num_fed or drafts)
+        self._stretches.observe(outcome)
 
 
 class RestRule:
@@ -163,17 +161,6 @@ class RestRule:
         self.rests = self._num_idle >= REST_AFTER
         self._num_fed = 0 if self.rests else self._num_fed + 1
         return can_draft
-
-
-def costs_of_tiers(
-    prices: RoundPrices,
-    prompts: PromptMix,
-    upcoming: UpcomingStep,
-    tiers: Iterable[int],
-    lengths: Sequence[float],
-) -> dict[int, float]:
-    """Milliseconds of a round of each tier; lengths as for `best_tier`."""
-    return {tier: prices.round_ms(prompts.cases(upcoming, lengths[tier]), tier) for tier in tiers}
 
 
 def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:

@@ -8,9 +8,10 @@ accepted should go.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sglang.srt.lookahead.acceptance_estimate import (
     Estimate,
@@ -91,7 +92,7 @@ class LoadAwareMasks:
         assert parts.steps is not None, "Lengths go by prices, and none were measured."
         self._prices = parts.steps
         self._max_k = 1 + parts.options.num_steps
-        self._survival: dict[Kind, Survival] = {}
+        self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_k))
         self._budget = TrialAllowance()
         self._options_of: tuple[Hashable, _Options] | None = None
         self._options_age = self._num_trials = 0
@@ -117,7 +118,7 @@ class LoadAwareMasks:
             self._budget.add(-extra_ms)
             stakes = Stakes(0.0, options.plain_token_ms / 2)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            self._of(kind).forget(limit)
+            self._survival[kind].forget(limit)
         num_rows = self._num_rows(upcoming, limit) if upcoming.is_packed else None
         return Budget(limit, num_rows, stakes)
 
@@ -136,7 +137,7 @@ class LoadAwareMasks:
                 num_adjustable += count
                 num_tokens += count * taken
             if kind is not None:
-                self._of(kind).record(tried, taken, count)
+                self._survival[kind].record(tried, taken, count)
                 self._num_trials += count * (tried > 1)
             self._num_tokens += count * taken
         gained_ms = 0.0
@@ -144,11 +145,6 @@ class LoadAwareMasks:
             gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
             gained_ms = gained * stakes.token_ms
         self._budget.add(gained_ms - stakes.owed_ms)
-
-    def _of(self, kind: Kind) -> Survival:
-        if kind not in self._survival:
-            self._survival[kind] = Survival(self._max_k)
-        return self._survival[kind]
 
     def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
         return upcoming.current_shape(limit, self._share_with_drafts)
@@ -168,8 +164,8 @@ class LoadAwareMasks:
         if k == 1:
             return 1.0
         if (kind, k) not in self._shares:
-            runs = self._of(kind).runs(k)
-            self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1])
+            runs = self._survival[kind].runs(k)
+            self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1], runs[-1].mean - 1)
         return self._shares[kind, k]
 
     def _count_ends(self, num_ended: int) -> None:
@@ -231,13 +227,13 @@ class LoadAwareMasks:
         """Estimated tokens of all requests together, for each limit from 1 on."""
         runs: dict[Kind, list[Estimate]] = {}
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            found = self._of(kind).runs(self._max_k)
+            found = self._survival[kind].runs(self._max_k)
             runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
         totals = []
         for limit in range(1, upcoming.longest + 1):
             low = mean = high = 0.0
             for request, count in upcoming.emitting.items():
-                length, _ = request.sizes(limit, True)
+                length = request.length(limit)
                 each: Sequence[float] = (length, length, length)
                 if request.kind is not None:
                     each = runs[request.kind][length - 1]

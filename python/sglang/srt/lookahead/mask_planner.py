@@ -100,7 +100,7 @@ class MaskPlanner(Planner):
         """See `Planner`; lens are of pending tokens."""
         config, split = self._config, batch.num_prompts
         requests = [self._requests[row] for row in batch.rows]
-        longest = config.max_k if lens is None else max(lens[row] for row in batch.rows)
+        longest = config.max_k if lens is None else max([lens[row] for row in batch.rows])
         pending = [min(request.bound, longest) for request in requests]
         pending[:split] = [min(1, longest)] * split
         budget = self._budget(batch, requests, pending)
@@ -110,8 +110,9 @@ class MaskPlanner(Planner):
             request = requests[place]
             k = min(request.k, limit) if request.is_adjustable else request.k
             predicted[place] = request.bound = k
-        counts = StepCounts.plain(batch)
-        if max(predicted) > 1 or max(pending) > 1:
+        if max(predicted) <= 1 and max(pending) <= 1:
+            counts = StepCounts.plain(batch)
+        else:
             counts = _counts(batch, requests, predicted, pending)
             if config.packs_rows and budget is not None and budget.num_rows is not None:
                 size = _packed_size(batch, requests, counts, pending, budget.num_rows)
@@ -120,7 +121,7 @@ class MaskPlanner(Planner):
         return StepPlan(
             counts=counts,
             max_pending=max(pending),
-            max_accepted=max(1, *(bound if confirmed else k for k, bound, confirmed in flags)),
+            max_accepted=max(1, *[bound if confirmed else k for k, bound, confirmed in flags]),
             lookahead_token=config.mask_token_id,
             wants_probs=not counts.is_plain and any(request.tau > 0 for request in requests),
             accepts_unconfirmed=not all(counts.emits_only_confirmed),
@@ -137,14 +138,12 @@ class MaskPlanner(Planner):
         if not any(request.k > 1 and request.is_adjustable for request in emitting):
             return None
         bounds = compress([0] * split + pending[split:], batch.emits)
-        asked = Counter(
-            (request.kind, request.k, request.is_adjustable, bound)
-            for request, bound in zip(emitting, bounds, strict=True)
-        )
+        wishes = zip(emitting, bounds, strict=True)
+        asked = Counter([(each.kind, each.k, each.is_adjustable, bound) for each, bound in wishes])
         num_ended, self._num_ended = self._num_ended, 0
         upcoming = UpcomingStep.of(
             batch,
-            Counter({EmittingRequest(*each): count for each, count in asked.items()}),
+            {EmittingRequest(*each): count for each, count in asked.items()},
             num_ended=num_ended,
             is_packed=self._config.packs_rows,
         )

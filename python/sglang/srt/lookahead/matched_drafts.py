@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection
 
-from sglang.srt.lookahead.acceptance_estimate import Trials
+from sglang.srt.lookahead.acceptance_estimate import Kind, Trials
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.load_aware_drafts import (
@@ -21,10 +21,8 @@ from sglang.srt.lookahead.load_aware_drafts import (
     PROBE_STEPS,
     LoadAwareDrafts,
     best_tier,
-    costs_of_tiers,
 )
 from sglang.srt.lookahead.prompt_mix import PromptMix
-from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 # The longest match of each class but the last one; 0 is the class of those without a place.
@@ -36,6 +34,9 @@ WINDOW = 256.0  # trials of a class and place that are remembered, since text ch
 # A tier above 0 that pays stays unless another one gains more than this share: estimates go up and
 # down, and steps that change the number of drafts may replay no graph.
 HOLD_GAIN = 0.03
+
+
+KINDS = tuple(Kind(match=number) for number in range(NUM_CLASSES))  # of requests, by class
 
 
 def class_of(match_len: int) -> int:
@@ -82,9 +83,7 @@ class MatchedDrafts:
     needs_prices = reads_matches = True
     may_rest = False
 
-    @staticmethod
-    def tiers(options: RoundOptions) -> tuple[int, ...]:
-        return LoadAwareDrafts.tiers(options)
+    tiers = staticmethod(LoadAwareDrafts.tiers)
 
     def __init__(self, parts: PolicyParts) -> None:
         options, prices = parts.options, parts.rounds
@@ -100,8 +99,9 @@ class MatchedDrafts:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self._prompts.plan(upcoming)
-        lengths = self._lengths(upcoming)
-        costs = costs_of_tiers(self._prices, self._prompts, upcoming, self._tiers, lengths)
+        lengths = self.lengths(upcoming)
+        cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in self._tiers)
+        costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         best = best_tier(lengths, costs, self._least_gain)
         held = self.settled
         if best and held and lengths[held] / costs[held] > lengths[0] / costs[0]:
@@ -110,7 +110,7 @@ class MatchedDrafts:
         self.settled = best
         return Budget(1 + self._with_probes(costs, best), settled=best)
 
-    def _lengths(self, upcoming: UpcomingStep) -> list[float]:
+    def lengths(self, upcoming: UpcomingStep) -> list[float]:
         """See `best_tier`; of requests that take drafts the mean."""
         plain = [1.0] * (1 + self._tiers[-1])
         sums = [0.0] * len(plain)

@@ -91,7 +91,7 @@ class PromptAllowance:
             if alone_ms is None:
                 alone_ms = prices.eager.at(others + count)
             chunk = PromptChunk(position, count + num_lookahead)
-            return alone_ms + beside_ms + prices.prompt_ms(chunk)
+            return alone_ms + beside_ms + chunk.ms(prices.prompt_kv_ms)
 
         sizes = [0, *prices.sizes]
         sizes.append(1000 * sizes[-1])  # prices go on in a straight line beyond the last one

@@ -17,10 +17,12 @@ LEAST_PROMPTS = 0.02  # of a step; below, they are left out
 SPREAD, MAX_NUMBERS = 1.7, 6
 
 
-def case_of(batch: ScheduleBatch) -> StepCase:
-    """Returns what the decoding requests of a step do, beside its prompts."""
+def case_of(batch: ScheduleBatch, num_drafting: int) -> StepCase:
+    """Returns what the decoding requests of a step do, of which so many have drafts, beside its
+    prompts."""
     decodes = batch.kv_lens_before[batch.num_prompts :]
-    return StepCase(len(decodes), sum(decodes)).beside(_rounded(sum(batch.num_prompt_tokens)))
+    num_plain, prompts = len(decodes) - num_drafting, _rounded(sum(batch.num_prompt_tokens))
+    return StepCase(len(decodes), sum(decodes), ((1.0, prompts),), num_plain)
 
 
 class Mean:

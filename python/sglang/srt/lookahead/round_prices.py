@@ -27,10 +27,6 @@ class StepCase(NamedTuple):
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
     num_plain: int = 0
 
-    def beside(self, prompt_rows: int) -> StepCase:
-        """Returns the case that this many rows of prompts are fed for certain."""
-        return self._replace(prompts=((1.0, prompt_rows),))
-
 
 class RoundPrices(Protocol):
     """Prices of rounds. What prompts that share a round would cost elsewhere is not part of it:
@@ -96,15 +92,19 @@ class MeasuredRoundPrices:
         return self.target.spread
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
-        num_reqs, kv_tokens, prompts, num_plain = upcoming
-        num_rows, total_ms = num_reqs + (num_reqs - num_plain) * num_drafts, 0.0
-        for chance, prompt_rows in prompts:
-            cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-            whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
-            if prompt_rows:
-                whole_ms -= self.prompts_ms(prompt_rows, num_rows, whole_ms)
-            total_ms += chance * whole_ms
+        total_ms = 0.0
+        for chance, prompt_rows in upcoming.prompts:
+            total_ms += chance * self.beside_ms(upcoming, num_drafts, prompt_rows)
         return total_ms
+
+    def beside_ms(self, upcoming: StepCase, num_drafts: int, prompt_rows: int) -> float:
+        """Milliseconds of a round beside so many rows of prompts, whatever those of the case
+        are."""
+        num_reqs, kv_tokens, _, num_plain = upcoming
+        num_rows = num_reqs + (num_reqs - num_plain) * num_drafts
+        cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
+        whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+        return whole_ms - self.prompts_ms(prompt_rows, num_rows, whole_ms)
 
     def feed_ms(self, upcoming: StepCase) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""

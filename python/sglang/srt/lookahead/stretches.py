@@ -24,9 +24,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sglang.srt.lookahead.acceptance_estimate import Trials
+from sglang.srt.lookahead.upcoming_step import StepOutcome
 
 # Drafts of each kind that are remembered of what runs now: MEMORY_STEPS for each request of a step,
 # LEAST_MEMORY at least; and of all that has run.
@@ -79,31 +78,24 @@ class Stretches:
         self._begin.renew()
         self._stay.renew()
 
-    def observe(
-        self, rows: Sequence[int], drafts: Sequence[int], right: Sequence[int], fed: Sequence[int]
-    ) -> None:
-        """Hears a step of R requests; one that feeds a request's prompt, without drafts, ends what
-        was before.
-
-        Args:
-            rows: R, each once.
-            drafts: R counts of drafts that each had.
-            right: R counts of those that were right; means nothing where there were none.
-            fed: R counts of drafts that the step fed; of further ones `right` is a guess.
-        """
+    def observe(self, outcome: StepOutcome) -> None:
+        """Hears a step; one that feeds a request's prompt, without drafts, ends what was before. Of
+        drafts that were not fed it is a guess which were right."""
         begun = begun_right = further = further_right = 0
-        was_full = self._was_full
-        for row, count, num_right, num_fed in zip(rows, drafts, right, fed, strict=True):
-            if count <= 0:
+        was_full, rows = self._was_full, outcome.rows
+        fed = outcome.num_fed or [tried - 1 for tried in outcome.num_tried]
+        counts = zip(rows, outcome.num_tried, outcome.num_accepted, fed, strict=True)
+        for row, tried, taken, num_fed in counts:
+            if tried <= 1:
                 was_full[row] = False
                 continue
             if not was_full[row]:
                 begun += 1
-                begun_right += num_right > 0
-            if num_right > 0:
-                further += num_right if num_right < count else count - 1
-                further_right += num_right - 1
-            was_full[row] = 0 < num_fed <= num_right
+                begun_right += taken > 1
+            if taken > 1:
+                further += taken - 1 if taken < tried else tried - 2
+                further_right += taken - 2
+            was_full[row] = 0 < num_fed < taken
         memory = max(LEAST_MEMORY, MEMORY_STEPS * len(rows))
         self._begin.add(begun, begun_right, memory)
         self._stay.add(further, further_right, memory)

@@ -16,99 +16,25 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.cut import (
     Calibration,
     Floats,
     LatencyTable,
     best_cut,
     bounded_scores,
-    compute_optimal_k,
+    expected_right,
 )
 from sglang.srt.lookahead.prompt_mix import case_of
 from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
-from sglang.srt.step.price_table import PriceTable, no_graphs
+from sglang.srt.step.price_table import no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
-from sglang.srt.step.step_ops import PackedSize
+from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
-
-
-class LatencyTables:
-    """Tables of the cost of rounds by rows, for any number of requests and drafts, and beside any
-    prompts.
-
-    Args:
-        rounds: prices of rounds.
-        packs_in_graphs: packed steps replay graphs. If not, they are priced without.
-    """
-
-    def __init__(self, rounds: MeasuredRoundPrices, packs_in_graphs: bool) -> None:
-        self.rounds = self._packed = rounds
-        if not packs_in_graphs:
-            head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
-            self._packed = replace(rounds, target=_without_graphs(rounds.target), head=head)
-        self._sizes = self._packed.target.sizes
-        self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
-
-    def table(self, case: StepCase, num_drafts: int) -> LatencyTable:
-        """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
-        at least; the last bucket is the round that verifies all of them.
-
-        Args:
-            case: whose rows of prompts are certain.
-        """
-        [(_, prompt_rows)] = case.prompts
-        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
-        costs = [
-            whole_ms - self.rounds.prompts_ms(prompt_rows, rows, whole_ms)
-            for rows, whole_ms in wholes
-        ]
-        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
-
-    def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
-        """Rows that a packed step of `num_rows` rows has room for; arguments as for
-        `PriceTable.find`."""
-        key = self._packed.target.find(num_reqs, widest, num_rows)
-        return num_rows if key is None else key.num_tokens
-
-    def _buckets_of(
-        self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> list[tuple[int, LatencyByKV]]:
-        """Rows and cost of each bucket, as they were measured."""
-        width = 1 + num_drafts
-        most = num_reqs + (num_reqs - num_plain) * num_drafts
-        sizes = (size - prompt_rows for size in self._sizes)
-        least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
-        wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
-        rooms = {self.room(*whole) - prompt_rows for whole in wholes}
-        beside = prompt_rows, num_plain
-        return [
-            *(
-                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
-                for room in sorted(rooms)
-                if room < most
-            ),
-            (most, self.rounds.cost(num_reqs, num_drafts, most, *beside)),
-        ]
-
-
-def _without_graphs(prices: PriceTable) -> PriceTable:
-    return replace(prices, find=no_graphs)
-
-
-def scores_of(record: StepRecord) -> Floats | None:
-    """[R, S]; of each request's drafts, 0 where it was given fewer; None if they were not copied.
-    The copy was made before the step ran, so nothing is waited for."""
-    if record.scores is None:
-        return None
-    [table] = record.scores.read()
-    chains = table.numpy()[list(record.rows), : max(record.plan.num_drafts)]
-    return np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
 
 
 class TileSpec:
@@ -124,7 +50,8 @@ class TileSpec:
     in tokens per millisecond.
 
     Args:
-        tables: what rounds cost.
+        rounds: what whole rounds cost.
+        packs_in_graphs: packed steps replay graphs. If not, they are priced without.
         fixed: drafts of a request that are verified on average, whatever they are worth; None:
             those that pay.
         has_trees: drafts are trees, each with its nodes in the order of their scores.
@@ -132,57 +59,102 @@ class TileSpec:
 
     def __init__(
         self,
-        tables: LatencyTables,
+        rounds: MeasuredRoundPrices,
+        packs_in_graphs: bool = True,
         fixed: float | None = None,
         has_trees: bool = False,
     ) -> None:
-        self._tables = tables
+        self._rounds = self._packed = rounds
+        if not packs_in_graphs:
+            extend = replace(rounds.head.extend, find=no_graphs)
+            target = replace(rounds.target, find=no_graphs)
+            self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
+        self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._fixed = fixed
         self._has_trees = has_trees
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
+        self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
         self._num_read = 0  # steps
-        # By case, KV aside, and drafts; since prices were looked at last.
-        self._known = dict[tuple[StepCase, int], LatencyTable]()
-        self._gains = dict[tuple[StepCase, int], float]()
+        # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
+        # they were looked at last.
+        self._known = dict[tuple[int, int, int, int], LatencyTable]()
+        self._gains = dict[tuple[int, int, int, int], float]()
 
-    def cut(self, batch: ScheduleBatch, plan: StepPlan, is_probe: bool = False) -> StepPlan:
-        """The step with the rows that pay, or as it is planned. Called once for each step, when all
-        before it have been launched.
+    def cut(
+        self,
+        batch: ScheduleBatch,
+        counts: StepCounts,
+        num_drafts: Sequence[int],
+        is_probe: bool = False,
+    ) -> tuple[StepCounts, bool]:
+        """Returns the counts of the step with the rows that pay, or as they are, and whether the
+        scores of its drafts are wanted. Called once for each step that has drafts, when all before
+        it have been launched.
 
         Args:
-            plan: feeds all drafts (`StepPlan.num_drafts`).
+            counts: of a step that feeds all drafts.
+            num_drafts: see `StepPlan`.
             is_probe: they are to be tried, whatever they are thought to be worth.
         """
-        num_drafts = plan.num_drafts
-        most = sum(num_drafts)
-        if most == 0:
-            return plan
-        case, num_drafting = case_of(batch), len(num_drafts) - num_drafts.count(0)
-        case = case._replace(num_plain=case.num_reqs - num_drafting)
-        table = self._table(case, max(num_drafts))
+        case = case_of(batch, num_drafting=len(num_drafts) - num_drafts.count(0))
+        [(_, prompt_rows)] = case.prompts
+        table = self._table(case, max(num_drafts), prompt_rows)
         if table.most_gain <= LEAST_GAIN and self._fixed is None:
-            return plan
-        plan = replace(plan, wants_scores=True, wants_paths=self._has_trees)
+            return counts, False
         if is_probe:
-            return plan
-        counts, num_cut = plan.counts, most - self.num_verified(table, num_drafts, case.num_reqs)
+            return counts, True
+        num_rows = counts.num_rows
+        num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
         if num_cut:  # as far as padding would not take the rows
-            num_rows = counts.num_rows - num_cut
-            room = self._tables.room(len(counts.q_lens), max(counts.q_lens), num_rows)
-            num_cut = max(0, num_cut - (room - num_rows))
-        if num_cut == 0:
-            return plan
-        size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
-        return replace(plan, counts=replace(counts, packed=size))
+            num_cut = num_rows - self._room(
+                len(counts.q_lens), max(counts.q_lens), num_rows - num_cut
+            )
+        if num_cut > 0:
+            size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
+            counts = replace(counts, packed=size)
+        return counts, True
 
-    def _table(self, case: StepCase, num_drafts: int) -> LatencyTable:
-        """See `LatencyTables.table`; within LOOK_STEPS KV changes little."""
-        key = case._replace(kv_tokens=0), num_drafts
+    def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
+        """See `table`, as it was looked up last."""
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._known:
-            self._known[key] = self._tables.table(case, num_drafts)
+            self._known[key] = self.table(case, num_drafts, prompt_rows)
         return self._known[key]
+
+    def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
+        """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
+        at least, beside so many rows of prompts; the last bucket is the round that verifies all of
+        them."""
+        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
+        costs = [ms - self._rounds.prompts_ms(prompt_rows, rows, ms) for rows, ms in wholes]
+        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
+
+    def _buckets_of(
+        self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
+    ) -> list[tuple[int, LatencyByKV]]:
+        """Rows and cost of each bucket, as they were measured."""
+        width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
+        sizes = (size - prompt_rows for size in self._packed.target.sizes)
+        least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
+        wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
+        rooms = {self._room(*whole) - prompt_rows for whole in wholes}
+        beside = prompt_rows, num_plain
+        return [
+            *(
+                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
+                for room in sorted(rooms)
+                if room < most
+            ),
+            (most, self._rounds.cost(num_reqs, num_drafts, most, *beside)),
+        ]
+
+    def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
+        """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
+        key = self._packed.target.find(num_reqs, widest, num_rows)
+        return num_rows if key is None else key.num_tokens
 
     def num_verified(self, table: LatencyTable, num_drafts: Sequence[int], num_decodes: int) -> int:
         """Returns how many of the drafts pay for `num_decodes` requests; all while nothing is known
@@ -192,38 +164,43 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        chances = self._chances(self._scores, max(num_drafts), most)
-        return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
+        right = self._expected(self._scores, max(num_drafts), most)
+        return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
 
-    def gain(self, case: StepCase, num_drafts: int) -> float:
+    def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Returns the tokens per millisecond of rounds that verify the drafts that pay, of chains
-        of `num_drafts`, divided by those of rounds that verify all; `case` as for
-        `LatencyTables.table`."""
+        of `num_drafts`, divided by those of rounds that verify all; beside so many rows of prompts,
+        whatever those of the case are."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        key = case._replace(kv_tokens=0), num_drafts
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
             count = (case.num_reqs - case.num_plain) * num_drafts
-            chances = self._chances(self._scores, num_drafts, count)
-            table = self._table(case, num_drafts)
-            self._gains[key] = best_cut(chances, case.num_reqs, table, LEAST_GAIN)[1]
+            right = self._expected(self._scores, num_drafts, count)
+            table = self._table(case, num_drafts, prompt_rows)
+            self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
 
     @property
     def spread(self) -> float:
-        return self._tables.rounds.spread
+        return self._rounds.spread
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         total_ms = 0.0
         for chance, rows in upcoming.prompts:
-            whole_ms = self._tables.rounds.round_ms(upcoming.beside(rows), num_drafts)
+            whole_ms = self._rounds.beside_ms(upcoming, num_drafts, rows)
             # A few rows of prompts more change the gain little, and it takes long to compute.
-            some = upcoming.beside(-(-rows // GAIN_GRAIN) * GAIN_GRAIN)
-            total_ms += chance * whole_ms / self.gain(some, num_drafts)
+            some = -(-rows // GAIN_GRAIN) * GAIN_GRAIN
+            total_ms += chance * whole_ms / self.gain(upcoming, num_drafts, some)
         return total_ms
 
-    def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
-        return self._calibration.predict(resampled(scores, longest, count))
+    def _expected(self, scores: Floats, longest: int, count: int) -> Floats:
+        """See `expected_right`; of `count` drafts, of chains of `longest`, with such scores."""
+        key = longest, count
+        if key not in self._right:
+            chances = self._calibration.predict(resampled(scores, longest, count))
+            self._right[key] = expected_right(chances)
+        return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
         """Learns from a step, cut or whole.
@@ -239,42 +216,48 @@ class TileSpec:
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
             self._gains.clear()
-        scores, num_drafts = scores_of(record), record.plan.num_drafts
-        chances = None if scores is None else self._calibration.predict(scores)
-        accepted, fed = [max(1, count) for count in result.accept_lens], result.num_drafts
-        drafting = [index for index, count in enumerate(num_drafts) if count]
-        if chances is not None and scores is not None and fed and not self._has_trees:
-            for index in drafting:
-                if accepted[index] - 1 == fed[index] < num_drafts[index]:
-                    num_there = np.count_nonzero(scores[index, : num_drafts[index]])
-                    chain = chances[index, :num_there]
-                    accepted[index] = 1 + self._continued(chain, fed[index])
-        if scores is not None:
-            self._scores = scores[drafting]
-            num_fed = np.array([(fed or num_drafts)[index] for index in drafting])
-            was_fed = np.arange(self._scores.shape[1]) < num_fed[:, None]
-            confirmed = self._confirmed(result, drafting)
-            self._calibration.observe(self._scores[was_fed], confirmed[was_fed])
+        num_drafts, fed = record.plan.num_drafts, result.num_drafts
+        accepted = [count or 1 for count in result.accept_lens]
+        if record.scores is None:
+            return accepted
+        [table] = record.scores.read()  # copied before the step ran: nothing is waited for
+        chains = table.numpy()[list(record.rows), : max(num_drafts)]
+        scores = np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
+        if fed and not self._has_trees:
+            self._continue(accepted, fed, num_drafts, scores)
+        told, num_fed = scores, np.array(fed or num_drafts)
+        num_right, paths = np.array(result.accept_lens) - 1, np.array(result.paths)
+        if 0 in num_drafts:
+            drafting = np.flatnonzero(num_drafts)
+            told, num_fed, num_right = told[drafting], num_fed[drafting], num_right[drafting]
+            paths = paths[drafting] if self._has_trees else paths
+        places = np.arange(told.shape[1])
+        if self._has_trees:
+            confirmed = confirmed_nodes(paths, num_right, told.shape[1])
+        else:
+            confirmed = places < num_right[:, None]
+        was_fed = places < num_fed[:, None]
+        self._calibration.observe(told[was_fed], confirmed[was_fed])
+        self._scores = told
+        self._right.clear()
         return accepted
 
-    def _confirmed(self, result: HostResult, drafting: list[int]) -> NDArray[np.bool_]:
-        """[D, S] bool; which drafts of these requests were confirmed, and all that they follow."""
-        assert self._scores is not None
-        num_confirmed = np.array([result.accept_lens[index] - 1 for index in drafting])
-        if self._has_trees:
-            paths = np.array([result.paths[index] for index in drafting])
-            return confirmed_nodes(paths, num_confirmed, self._scores.shape[1])
-        confirmed: NDArray[np.bool_] = np.arange(self._scores.shape[1]) < num_confirmed[:, None]
-        return confirmed
-
-    def _continued(self, chain: Floats, num_right: int) -> int:
-        """Drafts of a chain that are right, if the first `num_right` are; chain [S] of chances."""
-        while num_right < len(chain):
-            before = chain[num_right - 1] if num_right else 1.0
-            if self._lots.random() * before >= chain[num_right]:
-                break
-            num_right += 1
-        return num_right
+    def _continue(
+        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Floats
+    ) -> None:
+        """Adds to R counts of accepted tokens the drafts of cut chains that would be right."""
+        numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
+        cut = [index for index, (taken, n, most) in numbers if taken - 1 == n < most]
+        told = scores[cut]
+        chains = self._calibration.predict(told).tolist()
+        nums_there = np.count_nonzero(told, axis=1).tolist()
+        for index, chain, num_there in zip(cut, chains, nums_there, strict=True):
+            before = chain[fed[index] - 1] if fed[index] else 1.0
+            for chance in chain[fed[index] : min(num_there, num_drafts[index])]:
+                if self._lots.random() * before >= chance:
+                    break
+                before = chance
+                accepted[index] += 1
 
 
 def confirmed_nodes(

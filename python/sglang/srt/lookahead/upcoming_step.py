@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -41,12 +41,15 @@ class EmittingRequest(NamedTuple):
     is_adjustable: bool = True
     pending: int = 1
 
-    def sizes(self, limit: int, is_steady: bool) -> tuple[int, int]:
-        """Tokens to predict, and rows fed at most. `is_steady`: all that the step before predicted
-        under the same limit is pending."""
-        length = min(self.k, limit) if self.is_adjustable else self.k
-        pending = min(self.pending, 1) + length - 1 if is_steady else self.pending
-        return length, pending + length - 1
+    @property
+    def can_be_cut(self) -> bool:
+        """Tells whether the device may divide the rows of its look-ahead (`Budget.num_rows`)."""
+        kind, _, _, pending = self
+        return kind is not None and kind.emits_only_confirmed and pending > 0
+
+    def length(self, limit: int) -> int:
+        """Returns the tokens to predict under a limit."""
+        return min(self.k, limit) if self.is_adjustable else self.k
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class UpcomingStep:
         is_fed: the drafter's model has been fed all tokens of the requests in `emitting`.
     """
 
-    emitting: Counter[EmittingRequest] = field(default_factory=Counter)
+    emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)
     kv_tokens: int = 0
     prompt_rows: int = 0
     longest_prompt: int = 0
@@ -78,7 +81,7 @@ class UpcomingStep:
     def of(
         cls,
         batch: ScheduleBatch,
-        emitting: Counter[EmittingRequest],
+        emitting: Mapping[EmittingRequest, int],
         *,
         num_ended: int = 0,
         is_packed: bool = False,
@@ -149,13 +152,12 @@ class UpcomingStep:
         too and all that it predicted is pending, of a packed step in that share of the requests."""
         reqs = rows = read = widest = 0
         for request, count in self.emitting.items():
-            if not with_prompts:
-                request = request._replace(pending=max(request.pending, 1))
-            length, fed = request.sizes(limit, is_steady)
-            num_rows = self._rows(request, count, limit, is_steady, share)
+            if not with_prompts and request.pending == 0:
+                request = request._replace(pending=1)
+            length, fed, num_rows = self._sizes(request, count, limit, is_steady, share)
             reqs += count
             rows += num_rows
-            read += num_rows if _is_cuttable(request) else count * length
+            read += num_rows if request.can_be_cut else count * length
             widest = max(widest, fed)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
         alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
@@ -169,12 +171,11 @@ class UpcomingStep:
         )
 
     def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
-        """Counts the rows of `current_shape` that the device may divide (`Budget.num_rows`): those
-        of requests whose look-ahead can be cut."""
+        """Counts the rows of `current_shape` that the device may divide."""
         return sum(
-            self._rows(request, count, limit, False, share)
+            self._sizes(request, count, limit, False, share)[2]
             for request, count in self.emitting.items()
-            if _is_cuttable(request)
+            if request.can_be_cut
         )
 
     def plain_shape(self) -> StepShape:
@@ -186,27 +187,26 @@ class UpcomingStep:
             emitting[request] += count
         return replace(self, emitting=emitting).current_shape(1)
 
-    def _rows(
+    def _sizes(
         self,
         request: EmittingRequest,
         count: int,
         limit: int,
         is_steady: bool,
         share: ShareWithDrafts,
-    ) -> int:
-        """Rows of `count` such requests: the most or, where they can be cut, probably enough."""
-        length, fed = request.sizes(limit, is_steady)
-        num_drafts = fed - length
-        if not self.is_packed or request.kind is None or not _is_cuttable(request):
-            return count * fed
-        chance = share(request.kind, num_drafts + 1)
+    ) -> tuple[int, int, int]:
+        """Tokens that such a request predicts, rows that it feeds at most, and rows of `count` of
+        them: the most or, where they can be cut, probably enough. `is_steady`: all that the step
+        before predicted under the same limit is pending."""
+        length = request.length(limit)
+        pending = min(request.pending, 1) + length - 1 if is_steady else request.pending
+        fed = pending + length - 1
+        if not self.is_packed or request.kind is None or not request.can_be_cut:
+            return length, fed, count * fed
+        chance = share(request.kind, pending)
         likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
-        return count * length + math.ceil(min(count, likely) * num_drafts)
-
-
-def _is_cuttable(request: EmittingRequest) -> bool:
-    kind = request.kind
-    return kind is not None and kind.emits_only_confirmed and request.pending > 0
+        drafts = math.ceil(min(count, likely) * (pending - 1))
+        return length, fed, count * length + drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,6 @@ from sglang.srt.step.price_table import DraftPrices, PassPrices
 
 logger = logging.getLogger(__name__)
 
-PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
-CPU_PASS_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees, with any head
 
 
@@ -39,8 +37,7 @@ def measure_draft_prices(
     """
     start = clock()
     meter = PriceMeter(runner, max_requests, max_width, clock)
-    sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
-    sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
+    fewer = [size for size in meter.timer.pass_requests if size < max_requests]
 
     def launch_of(shape: DraftShape, num_reqs: int, kv_len: int = 0) -> Launch:
         first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width, kv_len)
@@ -50,8 +47,8 @@ def measure_draft_prices(
 
     extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
-        launch = partial(launch_of, shape)
-        times_ms = meter.times_of(sizes, launch, CPU_PASSES_S, f"drafting ({shape})")
+        launch, what = partial(launch_of, shape), f"drafting ({shape})"
+        times_ms = meter.timer.times_of([*fewer, max_requests], launch, CPU_PASSES_S, what)
         passes[shape] = PassPrices(shortest(times_ms), meter.kv_ms(launch))
     logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
     return DraftPrices(extend, passes)

@@ -29,11 +29,11 @@ from sglang.srt.layers.forward_batch import (
 )
 from sglang.srt.model_executor.graph_keys import LEAST_SAVING
 from sglang.srt.model_executor.measured_times import (
+    SLOW_ROWS,
+    CpuTimer,
+    GpuTimer,
     Launch,
-    gpu_times_ms,
     shortest,
-    shown,
-    timed_passes,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.price_table import (
@@ -42,7 +42,6 @@ from sglang.srt.step.price_table import (
     FindGraph,
     PriceTable,
     PromptChunk,
-    chunk_ms,
     no_graphs,
 )
 
@@ -52,23 +51,15 @@ logger = logging.getLogger(__name__)
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 # Products are cut into tiles, and a GPU computes several at a time. So prices are no straight line,
 # and more rows may cost less.
-MANY_ROWS = (*range(1152, 2049, 128), 2560, 4096, 8192)
-SLOW_ROWS = MANY_ROWS[0]  # from here on a step takes so long that one run tells its price
+MANY_ROWS = (*range(SLOW_ROWS, 2049, 128), 2560, 4096, 8192)
 READ_STATES = 64  # number of different hidden states whose logits are computed
 READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 512  # rows of a request in a step of many rows
-REPEATS = 2
 GRAPH_REPEATS = 3  # the shortest counts
 PLAIN_REPEATS = 7  # enough to show how much times vary
-KV_REQUESTS, KV_TOKENS, KV_REPEATS = 32, 1024, 3
-# Sizes of a prompt's chunks and of the KV before them. The pool may be smaller, since slots are
-# named repeatedly.
-CHUNK_ROWS, CPU_CHUNK_ROWS = (128, 512, 2048), (8, 64)
-CHUNK_KV_TOKENS, CHUNK_REPEATS = 16384, 2
-# On a CPU, which computes while it launches: seconds, whatever the model.
-CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S = 0.2, 0.05, 0.1, 0.05
-CPU_KV_REQUESTS, CPU_KV_TOKENS = 4, 256
-CPU_CHUNK_S, CPU_CHUNK_KV_TOKENS = 0.1, 1024
+KV_REPEATS = 3
+# On a CPU: seconds, whatever the model.
+CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S, CPU_CHUNK_S = 0.2, 0.05, 0.1, 0.05, 0.1
 
 
 class PriceMeter:
@@ -77,10 +68,7 @@ class PriceMeter:
     Args:
         max_requests: requests in a step, at most.
         max_width: rows that a request feeds, at most.
-        clock: seconds.
-
-    Attributes:
-        is_cpu: steps compute while they are launched, and the clock times them.
+        make_timer: None: by the runner's device.
     """
 
     def __init__(
@@ -89,14 +77,15 @@ class PriceMeter:
         max_requests: int,
         max_width: int,
         clock: Callable[[], float] = time.perf_counter,
+        make_timer: type[GpuTimer] | None = None,
     ) -> None:
         self._runner = runner
         self._max_requests = max_requests
         self._max_width = max_width
-        self._own_clock = clock
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
-        self.is_cpu = self._device.type == "cpu"
+        make_timer = make_timer or (CpuTimer if self._device.type == "cpu" else GpuTimer)
+        self.timer = make_timer(clock, float if runner.ranks is None else runner.ranks.first_of)
         self._width = runner.model.hidden_width
         self._states: torch.Tensor | None = None  # [n, D]; whose logits are computed
         self._generator = torch.Generator(self._device).manual_seed(0)
@@ -104,15 +93,17 @@ class PriceMeter:
     @torch.inference_mode()
     def measure(self) -> PriceTable:
         """Measures all prices and logs how long that took."""
-        start = self._clock()
+        start = self.timer.now()
         logger.info("Measuring prices of steps.")
         prompt_kv_ms = self._prompt_attention()
         graphs_ms = self.graphs_ms(priced_graphs(self._runner, self._max_width))
-        eager = self.times_of(self.eager_rows(), self._step, CPU_ROWS_S, "steps")
-        head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S, "logits")
+        steps = self.eager_rows(), lambda num_rows: self._launch(self._q_lens(num_rows))
+        eager = self.timer.times_of(*steps, CPU_ROWS_S, "steps")
+        reads = [size for size in READ_ROWS if size <= self._max_requests * self._max_width]
+        head = self.timer.times_of(reads, self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
         text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
-        logger.info(text, len(graphs_ms), len(eager) + len(head), self._clock() - start)
+        logger.info(text, len(graphs_ms), len(eager) + len(head), self.timer.now() - start)
         return PriceTable(
             find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
@@ -127,37 +118,15 @@ class PriceMeter:
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:
         """Returns the milliseconds of a graph, the least of several runs after a first one."""
-        return min(self._times_ms(self._replay(key), repeats))
-
-    # ------------------------------------------------------------ time
-
-    def _agree(self, number: float) -> float:
-        """Returns the first rank's number."""
-        ranks = self._runner.ranks
-        return number if ranks is None else ranks.first_of(number)
-
-    def _clock(self) -> float:
-        return self._agree(self._own_clock())
-
-    def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
-        """Returns the milliseconds of each run after a first one."""
-        if not self.is_cpu:
-            return gpu_times_ms(launch, repeats, self._agree)
-        launch()
-        return [self._once_ms(launch) for _ in range(repeats)]
-
-    def _once_ms(self, launch: Launch) -> float:
-        start = self._own_clock()
-        launch()
-        return self._agree((self._own_clock() - start) * 1e3)
+        return min(self.timer.times_ms(self._replay(key), repeats))
 
     def _spread(self) -> float:
         """Returns the typical deviation of a plain step's time from the median, as a share; 0 where
         a step takes too long to be repeated."""
         launch = self._launch([1])
-        if self.is_cpu and self._once_ms(launch) * PLAIN_REPEATS > CPU_PLAIN_S * 1e3:
+        if not self.timer.affords(launch, PLAIN_REPEATS, CPU_PLAIN_S):
             return 0.0
-        times = self._times_ms(launch, PLAIN_REPEATS)
+        times = self.timer.times_ms(launch, PLAIN_REPEATS)
         middle = statistics.median(times)
         return statistics.median(abs(value - middle) for value in times) / middle
 
@@ -166,30 +135,13 @@ class PriceMeter:
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph. Those that steps would not replay, since a
         larger graph seems to cost less, are timed again: they may have met a slow moment."""
-        graphs = shown(keys, "graphs", self._device)
+        graphs = self.timer.shown(keys, "graphs")
         found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
         for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
             larger_ms = min(found[other] for other in found if _has_room(other, key))
             if larger_ms < found[key] * (1 - LEAST_SAVING):
                 found[key] = min(found[key], self.graph_ms(key, GRAPH_REPEATS))
         return found
-
-    def times_of(
-        self,
-        sizes: Sequence[int],
-        launch_of: Callable[[int], Launch],
-        budget_s: float,
-        what: str,
-    ) -> dict[int, list[float]]:
-        """Measures the milliseconds of each run, by size, on a CPU within `budget_s`. On a GPU a
-        progress bar shows the size that is timed."""
-        if not self.is_cpu:
-            return {
-                size: self._times_ms(launch_of(size), REPEATS if size < SLOW_ROWS else 1)
-                for size in shown(sizes, what, self._device)
-            }
-        launches = {size: launch_of(size) for size in sizes}
-        return timed_passes(launches, budget_s, self._once_ms, self._clock)
 
     def _attention(self) -> tuple[float, float]:
         """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
@@ -203,12 +155,10 @@ class PriceMeter:
     def kv_ms(self, launch_of: Callable[[int, int], Launch]) -> float:
         """Measures the milliseconds per token of KV from launches, which `launch_of` makes for a
         number of requests with so many tokens before each."""
-        count, length = KV_REQUESTS, KV_TOKENS
-        if self.is_cpu:
-            count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
-            step_s = self._once_ms(self._launch([self._max_width] * count)) / 1e3
-            if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
-                return 0.0  # a large model: weights outweigh KV
+        count, length = self.timer.kv_requests, self.timer.kv_tokens
+        launch = self._launch([self._max_width] * count)
+        if not self.timer.affords(launch, 4 * (1 + KV_REPEATS), CPU_KV_S):
+            return 0.0  # a large model: weights outweigh KV
         count = max(1, min(count, self._max_requests))
         num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
         # Half of a row leaves room for what is fed behind it.
@@ -234,24 +184,19 @@ class PriceMeter:
     def _kv_slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
         """Returns the milliseconds per token before each request, of `length` of them."""
         without, with_kv = (
-            min(self._times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
+            min(self.timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
         )
         return (with_kv - without) / length
 
     def _prompt_attention(self) -> Curve:
         """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before
         them and with much."""
-        wished, length, repeats = [*CHUNK_ROWS], CHUNK_KV_TOKENS, CHUNK_REPEATS
-        if self.is_cpu:
-            wished, length, repeats = [*CPU_CHUNK_ROWS], CPU_CHUNK_KV_TOKENS, 1
-        width = self._table.shape[1]
-        most = min(wished[-1], self._runner.max_prompt_rows, width // 2)
-        if most < 1:
-            return FREE
-        length = min(length, width - most)
-        sizes = tuple(sorted({min(size, most) for size in wished}))
-        if self.is_cpu and self._once_ms(self._launch([most])) * 4 > CPU_CHUNK_S * 1e3:
-            return FREE  # a large model: weights outweigh KV
+        timer, width = self.timer, self._table.shape[1]
+        most = min(timer.chunk_rows[-1], self._runner.max_prompt_rows, width // 2)
+        if most < 1 or not timer.affords(self._launch([most]), 4, CPU_CHUNK_S):
+            return FREE  # of a large model weights outweigh KV
+        length, repeats = min(timer.chunk_kv_tokens, width - most), timer.chunk_repeats
+        sizes = tuple(sorted({min(size, most) for size in timer.chunk_rows}))
         with self._kv(1, length):
             launches = [partial(self._launch, [size]) for size in sizes]
             costs = [max(0.0, self._kv_slope(each, length, repeats)) for each in launches]
@@ -263,7 +208,7 @@ class PriceMeter:
         costs, least = [], prompt_kv_ms.sizes[0]
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
             chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows) if q_len >= least]
-            seen_ms = sum(chunk_ms(prompt_kv_ms, chunk) for chunk in chunks)
+            seen_ms = sum(chunk.ms(prompt_kv_ms) for chunk in chunks)
             costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
 
@@ -272,9 +217,6 @@ class PriceMeter:
         if key.has_tree:
             batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
         return lambda: self._runner.forward(batch)
-
-    def _step(self, num_rows: int) -> Launch:
-        return self._launch(self._q_lens(num_rows))
 
     def _q_lens(self, num_rows: int) -> list[int]:
         """Returns the rows of the requests of a step of `num_rows` rows, in as few requests as it
@@ -329,7 +271,7 @@ class PriceMeter:
         """Returns the sizes that no graph covers, up to the largest step: only the largest ones,
         where graphs serve steps with prompts."""
         keys, decode_rows = self._runner.graph_keys, self._max_requests * self._max_width
-        if self.is_cpu:
+        if isinstance(self.timer, CpuTimer):
             most = decode_rows + self._runner.max_prompt_rows
             return [size for size in (*EAGER_ROWS, *MANY_ROWS) if size <= most] or [1]
         most = min(max(decode_rows, self._runner.max_prompt_rows), MANY_ROWS[-1])
@@ -337,10 +279,6 @@ class PriceMeter:
         if keys is not None and any(key.tag == MIXED for key in keys.all):
             return many
         return [*(size for size in EAGER_ROWS if size < many[0]), *many]
-
-    def _below(self, sizes: Sequence[int]) -> list[int]:
-        most = self._max_requests * self._max_width
-        return [size for size in sizes if size <= most] or [sizes[0]]
 
 
 def graph_finder(runner: ModelRunner) -> FindGraph:

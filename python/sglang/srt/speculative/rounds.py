@@ -6,10 +6,10 @@ import logging
 from functools import partial
 
 from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
-from sglang.srt.lookahead.length_policy import PolicyParts, same_size
+from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
-from sglang.srt.lookahead.tile_spec import LatencyTables, TileSpec
+from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
@@ -80,16 +80,17 @@ def planner_of_rounds(
     policy_prices: RoundPrices | None = prices
     if options.tile_spec_cache is not None:
         assert prices is not None, "Rows go by prices, and none were measured."
-        tables = LatencyTables(prices, target.config.capabilities.reads_q_starts)
-        tile_spec = TileSpec(tables, options.tile_spec_drafts, options.has_trees)
-        policy_prices = tile_spec
+        packs_in_graphs = target.config.capabilities.reads_q_starts
+        policy_prices = tile_spec = TileSpec(
+            prices, packs_in_graphs, options.tile_spec_drafts, options.has_trees
+        )
     policy = options.policy(
         PolicyParts(
             options=options,
             num_rows=num_rows,
             max_prompt_rows=parts.runners.max_prompt_rows,
             rounds=policy_prices,
-            graph_size=same_size if target.graph_keys is None else target.graph_keys.decode_size,
+            graph_size=int if target.graph_keys is None else target.graph_keys.decode_size,
             feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )
     )

@@ -34,6 +34,10 @@ class PromptChunk(NamedTuple):
         """Tokens that a row sees, itself included."""
         return self.position + (self.num_rows + 1) / 2
 
+    def ms(self, kv_ms: Curve) -> float:
+        """Returns the time of its attention; kv_ms: see `PriceTable.prompt_kv_ms`."""
+        return kv_ms.at(self.num_rows) * self.mean_seen
+
 
 class StepShape(NamedTuple):
     """The properties of a step that decide its price.
@@ -99,15 +103,6 @@ class Curve:
 FREE = Curve((1,), (0.0,))
 
 
-def chunk_ms(kv_ms: Curve, chunk: PromptChunk) -> float:
-    """Returns the time that the attention of a prompt's chunk takes, in ms.
-
-    Args:
-        kv_ms: see `PriceTable.prompt_kv_ms`.
-    """
-    return kv_ms.at(chunk.num_rows) * chunk.mean_seen
-
-
 def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
     """`FindGraph` where every step is launched kernel by kernel."""
 
@@ -166,12 +161,8 @@ class PriceTable:
         return (
             self.kv_ms * step.kv_tokens
             + self.row_kv_ms * step.row_kv
-            + sum(self.prompt_ms(chunk) for chunk in step.prompts)
+            + sum(chunk.ms(self.prompt_kv_ms) for chunk in step.prompts)
         )
-
-    def prompt_ms(self, chunk: PromptChunk) -> float:
-        """Returns the time of the attention of a prompt's chunk, in ms."""
-        return chunk_ms(self.prompt_kv_ms, chunk)
 
     def price_ms(self, step: StepShape) -> float:
         """Returns the time of a step, in ms."""

@@ -26,7 +26,7 @@ from sglang.srt.layers.ops.experts_kernels import (
 from sglang.srt.layers.triton_launch import INTERPRETED
 
 LEAST_BINS = 32  # of a histogram
-FEW_PAIRS, CHUNK = 1024, 4096  # pairs that a program reads at once
+FEW_PAIRS, CHUNK = 1024, 8192  # pairs that a program reads at once
 SUM_BLOCK = 512
 HALVES = True  # blocks that are at most half full are computed as ones of half the rows
 BLOCK_FIELDS = 3  # expert, place of the first pair, number of pairs
@@ -61,7 +61,7 @@ class ExpertTiles:
     def choose(
         cls, num_pairs: int, num_experts: int, item_bytes: int, shared_bytes: int
     ) -> ExpertTiles:
-        """Chooses blocks that hold twice the pairs of an average expert, within what is fast.
+        """Chooses blocks that hold the pairs of an average expert, within what is fast.
 
         Args:
             shared_bytes: of shared memory that a program may take; with less than an H100's, fewer
@@ -69,15 +69,17 @@ class ExpertTiles:
         """
         if INTERPRETED:
             return cls(16, Tile(64, 64, 4, 1), Tile(64, 64, 4, 1))
-        block_m = next((m for m in (16, 32, 64) if m * num_experts >= 2 * num_pairs), 128)
+        block_m = next((m for m in (16, 32, 64) if m * num_experts >= num_pairs), 128)
         if item_bytes > 2:  # products without tensor cores
             chosen = cls(16, Tile(32, 64, 4, 2), Tile(32, 64, 4, 2))
-        elif block_m <= 32:
-            chosen = cls(block_m, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+        elif block_m == 16:
+            chosen = cls(16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+        elif block_m == 32:
+            chosen = cls(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))
         elif block_m == 64:
-            chosen = cls(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+            chosen = cls(64, Tile(64, 64, 4, 4), Tile(128, 64, 8, 4))
         else:
-            chosen = cls(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
+            chosen = cls(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3))
         return chosen.within(item_bytes, shared_bytes)
 
     def within(self, item_bytes: int, shared_bytes: int) -> ExpertTiles:
@@ -132,7 +134,7 @@ def choose_pairs(
         group_kernel[(num_experts,)](
             experts, order, blocks, num_pairs, num_blocks, num_experts, BLOCK_M=block_m,
             BLOCK_E=block_e, CHUNK=FEW_PAIRS if num_pairs <= FEW_PAIRS else CHUNK,
-            num_warps=4 if num_pairs <= FEW_PAIRS else 8, **launch(num_experts),
+            num_warps=4 if num_pairs <= FEW_PAIRS else 16, **launch(num_experts),
         )  # fmt: skip
     return Pairs(weights, order, blocks)
 

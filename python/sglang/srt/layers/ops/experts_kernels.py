@@ -99,7 +99,7 @@ def _product_of_block(
     out_features, in_features, NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What `product_kernel` does for `count` pairs from place `first` on, with the weight of their
+    """Computes `product_kernel` for `count` pairs from place `first` on, with the weight of their
     expert."""
     place = first + tl.arange(0, BLOCK_M)
     exists = (tl.arange(0, BLOCK_M) < count) & (place >= 0) & (place < num_pairs)

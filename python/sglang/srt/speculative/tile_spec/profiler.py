@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import statistics
@@ -65,10 +66,6 @@ TIMED_FIELDS = (
 )
 
 TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.name != "find"]
-
-
-class ProfileError(Exception):
-    """A kept profile cannot be used; the text says why."""
 
 
 class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
@@ -130,37 +127,49 @@ class TileSpecProfiler:
 
     def _read(self, shapes: Iterable[DraftShape]) -> KeptPrices | None:
         """Returns the prices of exactly the graphs of the runner, and of passes of these shapes;
-        None where there are none."""
-        try:
-            kept = read_profile(self._path, self._runner)
-            if kept is None:
-                return None
+        None where there are none. Of several ranks of a runner all get what the first one reads."""
+        data, problem = _contents(self._path)
+        if (ranks := self._runner.ranks) is not None:
+            data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
+        if data and not problem:
             keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
-            costs_ms = [*kept.eager.costs_ms, *(cost_ms for _, cost_ms in kept.graphs_ms)]
+            kept = _decoded(data)
             if (
-                kept.measured_with != self._known
-                or Counter(key for key, _ in kept.graphs_ms) != Counter(keys)
-                or Counter(shape for shape, _ in kept.passes) != Counter([*shapes])
-                or min(costs_ms) == 0  # a step takes time
+                kept is not None
+                and kept.measured_with == self._known
+                and Counter(key for key, _ in kept.graphs_ms) == Counter(keys)
+                and Counter(shape for shape, _ in kept.passes) == Counter([*shapes])
+                and min(*kept.eager.costs_ms, *(ms for _, ms in kept.graphs_ms), math.inf) > 0
             ):
-                raise ProfileError(DAMAGED)
-        except ProfileError as error:
-            logger.warning("%s: %s; measured again.", self._path, error)
-            return None
-        logger.info("Read prices of steps from %s.", self._path)
-        return kept
+                logger.info("Read prices of steps from %s.", self._path)
+                return kept
+            problem = DAMAGED
+        if problem:
+            logger.warning("%s: %s; measured again.", self._path, problem)
+        return None
 
     def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
+        """Replaces the file as a whole: whoever reads it meanwhile gets the old one or the new one.
+        Of older files of its folder only the newest stay."""
         ranks = self._runner.ranks
         if ranks is not None and ranks.shard.rank > 0:
             return  # the first one keeps what all have
         fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
         fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
+        path, data = self._path, msgspec.json.encode(KeptPrices(self._known, **fields))
         try:
-            write_profile(self._path, KeptPrices(self._known, **fields))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+                new = Path(folder) / path.name  # who may read it is the umask's matter
+                new.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+                os.replace(new, path)
+            kept = [each for each in path.parent.iterdir() if KEPT_NAME.fullmatch(each.name)]
+            with suppress(FileNotFoundError):  # another start removes files too
+                for old in sorted(kept, key=os.path.getmtime)[:-MOST_KEPT]:
+                    old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
-            logger.warning(text, self._path.parent, _reason(error))
+            logger.warning(text, path.parent, _reason(error))
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
@@ -250,27 +259,17 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_profile(path: Path, runner: ModelRunner) -> KeptPrices | None:
-    """Reads what a file holds; None where there is none, or a folder, or none that may be opened:
-    if it cannot be replaced either, whoever writes it says so. Of several ranks of a runner all get
-    what the first one reads.
-
-    Raises:
-        ProfileError: if it is no file, too large, cannot be read or holds something else.
-    """
-    data, problem = _contents(path)
-    if (ranks := runner.ranks) is not None:
-        data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
-    if problem:
-        raise ProfileError(problem)
+def _decoded(data: bytes) -> KeptPrices | None:
+    """Returns what the data hold; None if that is something else."""
     try:
-        return msgspec.json.decode(data, type=KeptPrices) if data else None
+        return msgspec.json.decode(data, type=KeptPrices)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise ProfileError(DAMAGED) from None
+        return None
 
 
 def _contents(path: Path) -> tuple[bytes, str]:
-    """Returns the bytes of a file, none if there is no file, and what is wrong with it."""
+    """Returns the bytes of a file and what is wrong with it; nothing where there is none, or a
+    folder, or none that may be opened: if it cannot be replaced either, `_keep` says so."""
     try:
         if not path.exists() or path.is_dir() or not os.access(path, os.R_OK):
             return b"", ""
@@ -287,21 +286,3 @@ def _contents(path: Path) -> tuple[bytes, str]:
 def _reason(error: OSError | ValueError) -> str:
     """Without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def write_profile(path: Path, profile: KeptPrices) -> None:
-    """Replaces a file as a whole: whoever reads it at that time gets the old one or the new one.
-    Of older files of its folder only the newest stay.
-
-    Raises:
-        OSError: if that cannot be done.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        new = Path(folder) / path.name  # who may read it is the umask's matter
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-        os.replace(new, path)
-    kept = [each for each in path.parent.iterdir() if KEPT_NAME.fullmatch(each.name)]
-    with suppress(FileNotFoundError):  # another start removes files too
-        for old in sorted(kept, key=os.path.getmtime)[:-MOST_KEPT]:
-            old.unlink()
