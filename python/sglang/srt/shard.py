@@ -7,12 +7,33 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """The part of a weight that a rank holds: `size` of the `whole` entries of a dimension."""
+    """The part of a weight that a rank holds: `size` of the `whole` entries of a dimension.
+
+    Attributes:
+        start: of the entries, which follow each other unless there are parts.
+        parts: sizes of what the dimension consists of, where a rank holds its part of each; empty:
+            they follow each other.
+    """
 
     dim: int
     start: int
     size: int
     whole: int
+    parts: tuple[int, ...] = ()
+
+    @property
+    def own_sizes(self) -> list[int]:
+        """Entries of each part that the rank holds."""
+        return [part * self.size // self.whole for part in self.parts or (self.whole,)]
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First entry and number of entries of each piece that follows another one."""
+        if not self.parts:
+            return [(self.start, self.size)]
+        before = [sum(self.parts[:index]) for index in range(len(self.parts))]
+        starts = [part * self.start // self.whole for part in self.parts]
+        return [*zip(map(sum, zip(before, starts, strict=True)), self.own_sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +48,12 @@ class Shard:
         """Tells whether one rank holds all."""
         return self.num_ranks == 1
 
-    def cut(self, dim: int, whole: int) -> Cut:
+    def cut(self, dim: int, whole: int, parts: tuple[int, ...] = ()) -> Cut:
         """This rank's part of a dimension. All parts have the same size, but for the last ones if
-        the ranks do not divide it."""
+        the ranks do not divide it. Ranks must divide each of `parts`, see `Cut`."""
         most = -(-whole // self.num_ranks)
         start = min(self.rank * most, whole)
-        return Cut(dim, start, min(most, whole - start), whole)
+        return Cut(dim, start, min(most, whole - start), whole, parts)
 
     def part(self, whole: int) -> int:
         """The size of this rank's part of what the ranks divide."""

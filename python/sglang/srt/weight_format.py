@@ -39,14 +39,16 @@ class WeightFormat(NamedTuple):
         """Tells whether parts of a weight of one size are made of whole blocks."""
         if cut is None or not cut.size or cut.whole % cut.size:
             return cut is None
-        return cut.size % (self.rows, self.columns or cut.size)[cut.dim] == 0
+        unit = (self.rows, self.columns or cut.size)[cut.dim]
+        return all(size % unit == 0 for size in cut.own_sizes)
 
     def cut_of_scales(self, cut: Cut | None) -> Cut | None:
         """Returns the part of the scales that belongs to a part of the weight; None: all."""
         unit = 0 if cut is None else (self.rows, self.columns)[cut.dim]
         if cut is None or not unit:
             return None
-        return Cut(cut.dim, cut.start // unit, cut.size // unit, -(-cut.whole // unit))
+        parts = tuple(part // unit for part in cut.parts)
+        return Cut(cut.dim, cut.start // unit, cut.size // unit, -(-cut.whole // unit), parts)
 
     def problem(self, scales: Sequence[int], shape: Sequence[int]) -> str | None:
         """Says what is wrong with the shape of the stored scales of a weight of that shape; one

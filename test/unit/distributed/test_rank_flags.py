@@ -6,15 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sglang.srt.entrypoints.children import child_environ, places_of
 from sglang.srt.entrypoints.launch_error import LaunchError
+from sglang.srt.layers.linear import part_of
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_checks import num_threads_of
 from sglang.srt.processes.rank_flags import check_devices, check_ranks
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.shard import Shard
+from sglang.srt.weight_format import WeightFormat
 
 MODEL = load_model_config("demo")  # 4 heads over 2 KV heads, intermediate 768
 
@@ -80,6 +83,20 @@ def test_parts_follow_each_other_and_make_the_whole(whole: int, num_ranks: int) 
     places = [place for cut in cuts for place in range(cut.start, cut.start + cut.size)]
     assert places == list(range(whole))
     assert all(cut.size <= cuts[0].size for cut in cuts)
+
+
+def test_each_rank_has_its_part_of_each_part() -> None:
+    parts, rows = (6, 2, 2), torch.arange(10)
+    for rank in range(2):
+        cut = Shard(rank, 2).cut(0, 10, parts)
+        expected = torch.cat([part.chunk(2)[rank] for part in rows.split(parts)])
+        assert part_of(rows, cut).equal(expected)
+        assert cut.own_sizes == [3, 1, 1]
+        assert not WeightFormat(2, 2).divides(cut)  # of 5 rows, blocks would be in two parts
+    cut, blocks = Shard(1, 2).cut(0, 20, (12, 4, 4)), WeightFormat(2, 2)
+    assert blocks.divides(cut)
+    assert blocks.cut_of_scales(cut) == Shard(1, 2).cut(0, 10, parts)
+    assert not WeightFormat(4, 4).divides(Shard(1, 2).cut(0, 24, (16, 4, 4)))
 
 
 def test_no_process_may_use_multicast_of_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import build as build_own
 from test_families import change_config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafted_serving import params_of, prompts
 from eagle_models import EAGLE3, STANDALONE, write_models
@@ -44,10 +46,12 @@ from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
+from sglang.srt.model_loader.weight_files import read_directory
 from sglang.srt.models import fused_layers
+from sglang.srt.models.divided_attention import Heads, divide_attention
 from sglang.srt.models.exchanged_modules import CurrentStep, StepGatedMLP, StepNorm, StepPart
 from sglang.srt.models.fused_layers import StepLayer, StepRotations
-from sglang.srt.models.transformers_model import TransformersModel
+from sglang.srt.models.transformers_model import ATTENTION, TransformersModel
 from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
 from sglang.srt.shard import Shard
 from sglang.srt.step.draft_shapes import TreeShape
@@ -66,6 +70,7 @@ from utils import (
     make_runner,
 )
 
+ATTEND = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 WINDOW = 7
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -387,30 +392,116 @@ def test_of_a_model_with_several_parts_that_of_text_is_served(tmp_path: Path) ->
 # --- several ranks -------------------------------------------------------------------------------
 
 
-def served_by_ranks(path: Path, num_ranks: int) -> list[list[int]]:
+def harness_of(path: Path, num_ranks: int) -> tuple[SchedulerHarness, ThreadRanks]:
     setup = Setup(page_size=4, num_pages=64)
-    execution = make_execution(path, setup)
-    ranks = ThreadRanks(execution, num_ranks)
+    ranks = ThreadRanks(make_execution(path, setup), num_ranks)
     ranks.serve(plain)
-    harness = SchedulerHarness(setup, ranks.worker, resources=ranks.resources)
+    return SchedulerHarness(setup, ranks.worker, resources=ranks.resources), ranks
+
+
+def tokens_of(harness: SchedulerHarness) -> list[list[int]]:
     asked = [sequence(length, seed=length) for length in (3, 20, 33)]
-    found = harness.generate(asked, temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    return harness.generate(asked, temperature=0.0, max_new_tokens=6, ignore_eos=True)
+
+
+def served_by_ranks(path: Path, num_ranks: int) -> list[list[int]]:
+    harness, ranks = harness_of(path, num_ranks)
+    found = tokens_of(harness)
     ranks.settle()
     return found
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("name", ["Gemma 2", "Granite", "GLM-4"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
-    """Compares tokens of one and of two ranks; of GLM-4 each has the whole feed-forward part, as
-    transformers' plan does not divide it."""
     model_type, entries, _ = FAMILIES[name]
     path = make_random_model(model_type, tmp_path / "model", pad_token_id=0, **entries)
     assert served_by_ranks(path, 2) == served_by_ranks(path, 1)
 
 
-def test_heads_that_transformers_does_not_divide_are_refused_for_ranks(tmp_path: Path) -> None:
-    path = make_random_model("olmo2", tmp_path / "model")
+@pytest.mark.parametrize("name", ["Phi 3", "Olmo 2", "GLM-4"])
+def test_each_rank_holds_its_part_before_and_after_an_update(tmp_path: Path, name: str) -> None:
+    """Of products that checkpoints hold as one, and of norms over all heads; the ranks' parts
+    together are the checkpoint."""
+    model_type, entries, _ = FAMILIES[name]
+    paths = [
+        make_random_model(model_type, tmp_path / str(seed), seed, pad_token_id=0, **entries)
+        for seed in (1, 2)
+    ]
+    harness, ranks = harness_of(paths[0], 2)
+    for rank in ranks.ranks:
+        sizes = {each: p.shape for each, p in rank.runners.target.model.named_parameters()}
+        assert sum(size == (96, 64) for size in sizes.values()) == 2  # half of gate and of up
+        assert not any(size[0] in (128, 192) for size in sizes.values())  # no whole product
+    weights, served = ranks.resources.weights, list[list[list[int]]]()
+    for path in paths:
+        weights.apply(weights.reader("target").from_directory(str(path)))
+        harness.ledger.flush()
+        served.append(tokens_of(harness))
+        stored = dict(read_directory(path))
+        assert sorted(stored) == weights.names()
+        for each, values in stored.items():
+            found = weights.value_of(each)
+            assert found is not None
+            assert torch.equal(found, values), each
+    ranks.settle()
+    assert served == [served_by_ranks(path, 1) for path in paths]
+
+
+class JoinedAttention(torch.nn.Module):
+    """Attention with one product for queries, keys and values. Its config says in which order they
+    are, or that each head has its own side by side, and the scale of scores."""
+
+    def __init__(self, config: SimpleNamespace, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.sizes = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+        self.joined = torch.nn.Linear(32, sum(self.sizes) * 8, device="meta")
+        self.out = torch.nn.Linear(self.sizes[0] * 8, 32, device="meta")
+
+    def forward(self, x: torch.Tensor, **_: Any) -> Any:
+        heads = self.joined(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        if self.config.order == "by head":
+            parts = [heads[:, first::3] for first in range(3)]
+        else:
+            sizes = [self.sizes["qkv".index(each)] for each in self.config.order]
+            found = dict(zip(self.config.order, heads.split(sizes, dim=1), strict=True))
+            parts = [found[each] for each in "qkv"]
+        scale = self.config.scale_of(self.sizes[0])
+        return self.out(ATTEND(self, *parts, None, scaling=scale)[0].flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("order", "num_kv_heads", "scale_of", "is_divided"),
+    [
+        ("qkv", 2, lambda _: 0.5, True),
+        ("vqk", 4, lambda _: 0.5, True),  # all have one size
+        ("vqk", 2, lambda _: 0.5, False),
+        ("by head", 4, lambda _: 0.5, False),
+        ("qkv", 2, lambda num_heads: 1 / num_heads, False),
+    ],
+)
+def test_attention_is_divided_if_a_rank_computes_its_heads_of_the_whole(
+    order: str, num_kv_heads: int, scale_of: Callable[[int], float], is_divided: bool
+) -> None:
+    config = SimpleNamespace(order=order, scale_of=scale_of)
+    config.num_attention_heads, config.num_key_value_heads = 4, num_kv_heads
+    heads = Heads(4, num_kv_heads, 8)
+    for rank in range(2):
+        shard, layer = Shard(rank, 2), torch.nn.Module()
+        layer.attention = whole = JoinedAttention(config, 0)
+        cuts = divide_attention(layer, shard, {}, heads)
+        expected = {}
+        if is_divided:
+            assert layer.attention is not whole
+            own = layer.attention
+            rows = shard.cut(0, sum(heads.joined), heads.joined)
+            expected = {own.joined: rows, own.out: shard.cut(1, 32)}
+        assert cuts == expected
+
+
+def test_heads_that_its_code_does_not_divide_are_refused_for_ranks(tmp_path: Path) -> None:
+    path = make_random_model("persimmon", tmp_path / "model", num_key_value_heads=4)
     config = dataclasses.replace(load_model_config(str(path)), shard=Shard(0, 2))
     with pytest.raises(ModelPathError, match="leave --tp-size out"):
         load_model(config, "auto", 64, torch.float32, "cpu")

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from sglang.srt.layers.experts import DOWN, GATE_UP, Experts, ExpertStack
-from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
+from sglang.srt.layers.linear import DividedNorm, Embedding, FusedLinear, Linear, part_of
 from sglang.srt.layers.scaled_weight import CODES, ScaledWeight
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.arriving_weights import ArrivingWeights
@@ -348,7 +348,7 @@ class WeightPlaces:
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a weight that its place takes; tensor: all of them."""
         cut = self.cut_of(name)
-        return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.size)
+        return tensor if cut is None else part_of(tensor, cut)
 
     def check_values(self, name: str, tensor: torch.Tensor) -> None:
         """
@@ -446,7 +446,7 @@ def _cuts(model: nn.Module) -> dict[str, Cut]:
                 for shard in module.shards:
                     cut = _cut_of(module, name, module.cut_of_shard(shard))
                     found |= {f"{parent}.{shard}.{name}": cut, f"{module_name}.{name}": cut}
-            elif isinstance(module, Linear | Embedding):
+            elif isinstance(module, Linear | Embedding | DividedNorm):
                 own = WEIGHT if name == SCALE else name
                 found[f"{module_name}.{name}"] = _cut_of(module, name, module.cut_of(own))
     return {name: cut for name, cut in found.items() if cut is not None}

@@ -6,7 +6,7 @@ Whether they do is found out by running their code on small tensors, not by thei
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.layers.linear import FusedLinear, Linear
+from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
+from sglang.srt.layers.linear import DividedNorm, FusedLinear, Linear
 from sglang.srt.shard import WHOLE, Cut, Shard
 
 QKV = ("q_proj", "k_proj", "v_proj")
-GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+GATED_MLPS = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 COLUMNS, ROWS = "colwise", "rowwise"  # styles of transformers' plans: outputs, inputs are divided
 WRONG_CODE = (TypeError, ValueError, AttributeError, RuntimeError)
 
@@ -125,18 +125,41 @@ class StepNorm(nn.Module):
         return normed[None], total[None]
 
 
+class StepDividedNorm(DividedNorm):
+    """An RMSNorm over all ranks' heads together."""
+
+    def __init__(self, eps: float, cut: Cut, step: CurrentStep) -> None:
+        super().__init__(eps, cut)
+        self._step = step
+
+    def forward(self, x: torch.Tensor, ranks: Collectives | None = None) -> torch.Tensor:
+        runtime = self._step.runtime
+        return x if runtime is None else super().forward(x, ranks or runtime.ranks)
+
+
 class StepGatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with one product for gate and up."""
+    """down(silu(gate(x)) * up(x)), with one product for gate and up.
+
+    Args:
+        first: gate and up, or one layer that checkpoints hold for both.
+    """
 
     def __init__(
-        self, gate: StepLinear, up: StepLinear, down: nn.Module, step: CurrentStep, shard: Shard
+        self, first: Sequence[StepLinear], down: StepLinear, step: CurrentStep, shard: Shard
     ) -> None:
         super().__init__()
-        names, sizes = ("gate_proj", "up_proj"), (gate.num_outputs, up.num_outputs)
-        own_shard = WHOLE if gate.cut is None else shard
-        has_bias = gate.bias is not None
-        self.gate_up_proj = FusedLinear(gate.in_features, names, sizes, has_bias, own_shard)
-        self.down_proj = down
+        gate, size = first[0], first[0].num_outputs
+        if len(first) > 1:
+            own_shard, has_bias = WHOLE if gate.cut is None else shard, gate.bias is not None
+            names, sizes = GATED_MLPS[0][:2], (size, first[1].num_outputs)
+            joined: Linear = FusedLinear(gate.in_features, names, sizes, has_bias, own_shard)
+        elif shard.is_whole:
+            joined = gate
+        else:
+            half = size // 2
+            joined = StepLinear(gate, step, shard.cut(0, size, (half, half)))
+            down = StepLinear(down, step, shard.cut(1, half))
+        self.gate_up_proj, self.down_proj = joined, down
         self._step = step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,31 +211,37 @@ class StepPart(nn.Module):
         return self._products.part(self._index, x)
 
 
-def exchange(model: nn.Module, step: CurrentStep, shard: Shard, plan: Mapping[str, str]) -> None:
+def exchange(
+    model: nn.Module,
+    step: CurrentStep,
+    shard: Shard,
+    plan: Mapping[str, str],
+    cuts: Mapping[nn.Module, Cut],
+) -> None:
     """Exchanges what it knows among the modules below a model, which has no memory yet.
 
     Args:
         shard: the part that this rank has.
         plan: transformers' plan of how ranks divide linear layers, by names in which `*` stands for
             a number. Layers that it divides in other ways than COLUMNS and ROWS stay whole.
+        cuts: the parts of other modules, which have the sizes of this rank already.
     """
     for path, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             found: nn.Module | None = None
             if type(module) is nn.Linear:
-                style = plan.get(re.sub(r"\b\d+\b", "*", f"{path}.{name}"))
-                found = StepLinear(module, step, _cut(module, style, shard))
+                style = style_of(f"{path}.{name}", plan)
+                found = StepLinear(module, step, cuts.get(module) or _cut(module, style, shard))
             elif (eps := eps_of_rms_norm(module)) is not None:
-                found = StepNorm(module, eps, step)
+                cut = cuts.get(module)
+                found = StepDividedNorm(eps, cut, step) if cut else StepNorm(module, eps, step)
             if found is not None:
                 setattr(parent, name, found)
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if is_gated_mlp(module):
-                gate, up, down = (module.get_submodule(each) for each in GATED_MLP)
-                assert isinstance(gate, StepLinear)
-                assert isinstance(up, StepLinear)
-                setattr(parent, name, StepGatedMLP(gate, up, down, step, shard))
+            if parts := parts_of_gated_mlp(module):
+                *first, down = parts
+                setattr(parent, name, StepGatedMLP(first, down, step, shard))
         _join(parent, step, shard)
 
 
@@ -230,6 +259,11 @@ def _join(parent: nn.Module, step: CurrentStep, shard: Shard) -> None:
     products = JoinedProducts(joined, step)
     for index, name in enumerate(QKV):
         setattr(parent, name, StepPart(products, index))
+
+
+def style_of(path: str, plan: Mapping[str, str]) -> str | None:
+    """Returns the style of a plan by which ranks divide a module."""
+    return plan.get(re.sub(r"\b\d+\b", "*", path))
 
 
 def _cut(module: nn.Linear, style: str | None, shard: Shard) -> Cut | None:
@@ -258,29 +292,29 @@ def eps_of_rms_norm(module: nn.Module) -> float | None:
     return eps if is_same(found, F.rms_norm(x, weight.shape, weight, eps)) else None
 
 
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Tells whether a module computes down(silu(gate(x)) * up(x)) by linear layers of these
-    names."""
-    parts = dict(module.named_children())
-    linears = [parts.pop(name, None) for name in GATED_MLP]
-    if not all(type(each) is StepLinear for each in linears):
-        return False
-    gate, up, _ = linears
-    assert isinstance(gate, StepLinear)
-    assert isinstance(up, StepLinear)
-    if (gate.bias is None, gate.cut) != (up.bias is None, up.cut):
-        return False
-    if any(True for each in parts.values() for _ in each.parameters()):
-        return False
+def parts_of_gated_mlp(module: nn.Module) -> list[StepLinear]:
+    """Returns the linear layers, of names in GATED_MLPS, by which a module computes
+    down(silu(gate(x)) * up(x)); none if it computes anything else."""
+    children = dict(module.named_children())
+    names = next((each for each in GATED_MLPS if children.keys() >= {*each}), ())
+    found = [each for name in names if type(each := children.pop(name)) is StepLinear]
+    has_others = any(True for each in children.values() for _ in each.parameters())
+    if has_others or not found or len(found) < len(names):
+        return []
+    if len({(each.bias is None, each.cut) for each in found[:-1]}) > 1:
+        return []
     x, weight = sample(3, 8), sample(3, 8, 8)
     own = {name: each for name, each in vars(module).items() if not name.startswith("_")}
-    products = {name: _Product(weight[index]) for index, name in enumerate(GATED_MLP)}
+    weights = weight.split([1] * 3 if len(names) == len(weight) else [2, 1])
+    products = {
+        name: _Product(torch.cat([*each], dim=1)) for name, each in zip(names, weights, strict=True)
+    }
     try:
-        found = type(module).forward(SimpleNamespace(**{**own, **parts, **products}), x)
+        found_out = type(module).forward(SimpleNamespace(**{**own, **children, **products}), x)
     except WRONG_CODE:
-        return False
+        return []
     gated = F.silu(x @ weight[0]) * (x @ weight[1])
-    return is_same(found, gated @ weight[2])
+    return found if is_same(found_out, gated @ weight[2]) else []
 
 
 class _Product:

@@ -17,6 +17,7 @@ from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Embedding
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.models.divided_attention import Heads, divide_attention
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.fused_layers import StepLayer, StepRotations, exchange_layers
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
@@ -143,8 +144,11 @@ class TransformersModel(Model):
         super().__init__()
         self._config, self._step = config, TransformersStep()
         code = _make(config)
-        exchange(code.base_model, self._step, config.shard, code.config.base_model_tp_plan or {})
-        exchange(code, self._step, WHOLE, {})
+        plan = code.config.base_model_tp_plan or {}
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        cuts = divide_attention(code.base_model, config.shard, plan, heads)
+        exchange(code.base_model, self._step, config.shard, plan, cuts)
+        exchange(code, self._step, WHOLE, {}, {})
         exchange_layers(code.base_model, self._step)
         calls, entries = self._step.calls, Entries(code.config)
         problem = _note_calls(code, self._step) or _why_not_calls(calls, config, entries)
@@ -316,7 +320,7 @@ def _why_not_calls(calls: list[LayerCall], config: ModelConfig, entries: Entries
     heads = (num_heads, num_kv_heads, size, size, size)
     for call in calls:
         if call.heads != heads and call.heads[:2] == (config.num_heads, config.num_kv_heads):
-            return "transformers has no plan to divide its heads among ranks; leave --tp-size out"
+            return "its code does not let ranks divide the heads of attention; leave --tp-size out"
         if call.heads != heads:
             return (
                 f"layer {call.layer} has query heads, KV heads and sizes of heads {call.heads}, but"

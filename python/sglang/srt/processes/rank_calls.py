@@ -18,6 +18,7 @@ from sglang.srt.distributed.group import RankGroup
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.resources import make_resources
 from sglang.srt.sent_tensors import WeightSelector
+from sglang.srt.shard import Cut
 from sglang.srt.weight_sync.serving_weights import ServingWeights
 from sglang.srt.weight_sync.weight_reader import StagedWeights, WeightReader, WeightUpdateError
 from sglang.srt.workers.step_frames import CallFrame, encoded
@@ -73,6 +74,14 @@ def _change(do: Callable[[], None], undo: Callable[[], None], ranks: RankGroup) 
     if others and not problem:
         undo()
     return others[0] if others else ""
+
+
+def _in_order(columns: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Returns all ranks' parts side by side, [S, whole], in the order of the whole."""
+    if not cut.parts:
+        return columns
+    by_rank = columns.view(len(columns), -1, cut.size).split(cut.own_sizes, dim=2)
+    return torch.cat([part.flatten(1) for part in by_rank], dim=1)
 
 
 def _problem(do: Callable[[], None]) -> str:
@@ -146,7 +155,7 @@ class RankedWeights(ModelWeights):
         columns = part[None] if part.dim() == 1 else part
         if cut.dim == 0 and part.dim() == 2:
             columns = columns.t()
-        whole = self._ranks.join(columns, cut.whole)
+        whole = _in_order(self._ranks.join(columns, cut.whole), cut)
         return whole[0] if part.dim() == 1 else whole.t() if cut.dim == 0 else whole
 
     def _take(self, staged: StagedWeights) -> str:
