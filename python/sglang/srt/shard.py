@@ -10,9 +10,9 @@ class Cut(NamedTuple):
     """The part of a weight that a rank holds: `size` of the `whole` entries of a dimension.
 
     Attributes:
-        start: of the entries, which follow each other unless there are parts.
-        parts: sizes of what the dimension consists of, where a rank holds its part of each; empty:
-            they follow each other.
+        start: the first of them, if there are no `parts`.
+        parts: sizes of what the dimension consists of, if the rank holds a part of each; empty: its
+            entries follow each other.
     """
 
     dim: int
@@ -22,18 +22,14 @@ class Cut(NamedTuple):
     parts: tuple[int, ...] = ()
 
     @property
-    def own_sizes(self) -> list[int]:
-        """Entries of each part that the rank holds."""
-        return [part * self.size // self.whole for part in self.parts or (self.whole,)]
-
-    @property
     def pieces(self) -> list[tuple[int, int]]:
-        """First entry and number of entries of each piece that follows another one."""
-        if not self.parts:
-            return [(self.start, self.size)]
-        before = [sum(self.parts[:index]) for index in range(len(self.parts))]
-        starts = [part * self.start // self.whole for part in self.parts]
-        return [*zip(map(sum, zip(before, starts, strict=True)), self.own_sizes, strict=True)]
+        """First entry and number of entries that the rank holds of each part, or of all."""
+        found, before = list[tuple[int, int]](), 0
+        for part in self.parts or (self.whole,):
+            start, size = (part * each // self.whole for each in (self.start, self.size))
+            found.append((before + start, size))
+            before += part
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class WeightFormat(NamedTuple):
         if cut is None or not cut.size or cut.whole % cut.size:
             return cut is None
         unit = (self.rows, self.columns or cut.size)[cut.dim]
-        return all(size % unit == 0 for size in cut.own_sizes)
+        return all(size % unit == 0 for _, size in cut.pieces)
 
     def cut_of_scales(self, cut: Cut | None) -> Cut | None:
         """Returns the part of the scales that belongs to a part of the weight; None: all."""

@@ -91,7 +91,6 @@ def test_each_rank_has_its_part_of_each_part() -> None:
         cut = Shard(rank, 2).cut(0, 10, parts)
         expected = torch.cat([part.chunk(2)[rank] for part in rows.split(parts)])
         assert part_of(rows, cut).equal(expected)
-        assert cut.own_sizes == [3, 1, 1]
         assert not WeightFormat(2, 2).divides(cut)  # of 5 rows, blocks would be in two parts
     cut, blocks = Shard(1, 2).cut(0, 20, (12, 4, 4)), WeightFormat(2, 2)
     assert blocks.divides(cut)

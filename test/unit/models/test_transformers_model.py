@@ -48,7 +48,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.model_loader.loader import WeightPlaces, load_model
 from sglang.srt.model_loader.weight_files import read_directory
 from sglang.srt.models import fused_layers
-from sglang.srt.models.divided_attention import Heads, divide_attention
+from sglang.srt.models.divided_attention import divide_attention
 from sglang.srt.models.exchanged_modules import CurrentStep, StepGatedMLP, StepNorm, StepPart
 from sglang.srt.models.fused_layers import StepLayer, StepRotations
 from sglang.srt.models.transformers_model import ATTENTION, TransformersModel
@@ -486,16 +486,18 @@ def test_attention_is_divided_if_a_rank_computes_its_heads_of_the_whole(
 ) -> None:
     config = SimpleNamespace(order=order, scale_of=scale_of)
     config.num_attention_heads, config.num_key_value_heads = 4, num_kv_heads
-    heads = Heads(4, num_kv_heads, 8)
+    model: Any = SimpleNamespace(num_heads=4, num_kv_heads=num_kv_heads, head_dim=8)
+    qkv = 32, num_kv_heads * 8, num_kv_heads * 8
     for rank in range(2):
-        shard, layer = Shard(rank, 2), torch.nn.Module()
+        model.shard = shard = Shard(rank, 2)
+        layer = torch.nn.Module()
         layer.attention = whole = JoinedAttention(config, 0)
-        cuts = divide_attention(layer, shard, {}, heads)
+        cuts = divide_attention(layer, model, {})
         expected = {}
         if is_divided:
             assert layer.attention is not whole
             own = layer.attention
-            rows = shard.cut(0, sum(heads.joined), heads.joined)
+            rows = shard.cut(0, sum(qkv), qkv)
             expected = {own.joined: rows, own.out: shard.cut(1, 32)}
         assert cuts == expected
 

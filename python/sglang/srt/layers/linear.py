@@ -161,26 +161,6 @@ class Embedding(nn.Embedding):
         return None if self._is_whole else self._cut
 
 
-class DividedNorm(nn.Module):
-    """An RMSNorm over features that ranks divide: each has its part of the inputs, of the outputs
-    and of the weight, and all sum the squares."""
-
-    def __init__(self, eps: float, cut: Cut) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(cut.size))
-        self._eps, self._cut = eps, cut
-
-    def forward(self, x: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-        """x [..., its part of the features]."""
-        wide = x.to(torch.float32)
-        squares = ranks.sum(wide.square().sum(-1, keepdim=True))
-        normed = wide * torch.rsqrt(squares / self._cut.whole + self._eps)
-        return (normed * self.weight).to(x.dtype)
-
-    def cut_of(self, parameter: str) -> Cut | None:
-        return self._cut
-
-
 def part_of(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Returns the entries of a weight that a rank holds."""
     pieces = [whole.narrow(cut.dim, *piece) for piece in cut.pieces]

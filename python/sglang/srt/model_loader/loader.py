@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from sglang.srt.layers.experts import DOWN, GATE_UP, Experts, ExpertStack
-from sglang.srt.layers.linear import DividedNorm, Embedding, FusedLinear, Linear, part_of
+from sglang.srt.layers.linear import Embedding, FusedLinear, Linear, part_of
 from sglang.srt.layers.scaled_weight import CODES, ScaledWeight
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.arriving_weights import ArrivingWeights
@@ -19,6 +19,7 @@ from sglang.srt.model_loader.held_formats import hold_in_8_bits
 from sglang.srt.model_loader.weight_checks import WeightMismatch, check_finite
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, stored_weights
+from sglang.srt.models.exchanged_modules import StepNorm
 from sglang.srt.models.model import CheckpointNames, Model
 from sglang.srt.platform import Platform
 from sglang.srt.registry import load
@@ -446,7 +447,7 @@ def _cuts(model: nn.Module) -> dict[str, Cut]:
                 for shard in module.shards:
                     cut = _cut_of(module, name, module.cut_of_shard(shard))
                     found |= {f"{parent}.{shard}.{name}": cut, f"{module_name}.{name}": cut}
-            elif isinstance(module, Linear | Embedding | DividedNorm):
+            elif isinstance(module, Linear | Embedding | StepNorm):
                 own = WEIGHT if name == SCALE else name
                 found[f"{module_name}.{name}"] = _cut_of(module, name, module.cut_of(own))
     return {name: cut for name, cut in found.items() if cut is not None}

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
-from sglang.srt.layers.linear import DividedNorm, FusedLinear, Linear
+from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.shard import WHOLE, Cut, Shard
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -93,13 +93,19 @@ class StepLinear(Linear):
 
 
 class StepNorm(nn.Module):
-    """An RMSNorm over the last dimension."""
+    """An RMSNorm over the last dimension.
 
-    def __init__(self, replaced: nn.Module, eps: float, step: CurrentStep) -> None:
+    Args:
+        cut: the part of its features that this rank has, of inputs, outputs and weight; None: all.
+    """
+
+    def __init__(
+        self, replaced: nn.Module, eps: float, step: CurrentStep, cut: Cut | None = None
+    ) -> None:
         super().__init__()
         weight = replaced.get_parameter("weight")
         self.weight = weight
-        self.eps = eps
+        self.eps, self.cut = eps, cut
         self._step = step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,8 +117,16 @@ class StepNorm(nn.Module):
                 return output.normed
         if runtime is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.cut is not None:
+            wide = x.to(torch.float32)
+            squares = runtime.ranks.sum(wide.square().sum(-1, keepdim=True))
+            factors = torch.rsqrt(squares / self.cut.whole + self.eps)
+            return (wide * factors * self.weight).to(x.dtype)
         normed, _ = runtime.add_rms_norm(x.flatten(0, -2), None, self.weight, self.eps)
         return normed.unflatten(0, x.shape[:-1])
+
+    def cut_of(self, parameter: str) -> Cut | None:
+        return self.cut
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the norm of x + residual, both [1, T, hidden_size], and the sum."""
@@ -123,18 +137,6 @@ class StepNorm(nn.Module):
         rows = x[0], residual[0].contiguous()
         normed, total = runtime.add_rms_norm(*rows, self.weight, self.eps)
         return normed[None], total[None]
-
-
-class StepDividedNorm(DividedNorm):
-    """An RMSNorm over all ranks' heads together."""
-
-    def __init__(self, eps: float, cut: Cut, step: CurrentStep) -> None:
-        super().__init__(eps, cut)
-        self._step = step
-
-    def forward(self, x: torch.Tensor, ranks: Collectives | None = None) -> torch.Tensor:
-        runtime = self._step.runtime
-        return x if runtime is None else super().forward(x, ranks or runtime.ranks)
 
 
 class StepGatedMLP(nn.Module):
@@ -233,8 +235,7 @@ def exchange(
                 style = style_of(f"{path}.{name}", plan)
                 found = StepLinear(module, step, cuts.get(module) or _cut(module, style, shard))
             elif (eps := eps_of_rms_norm(module)) is not None:
-                cut = cuts.get(module)
-                found = StepDividedNorm(eps, cut, step) if cut else StepNorm(module, eps, step)
+                found = StepNorm(module, eps, step, cuts.get(module))
             if found is not None:
                 setattr(parent, name, found)
     for parent in list(model.modules()):

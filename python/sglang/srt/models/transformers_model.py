@@ -17,7 +17,7 @@ from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Embedding
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.models.divided_attention import Heads, divide_attention
+from sglang.srt.models.divided_attention import divide_attention
 from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
 from sglang.srt.models.fused_layers import StepLayer, StepRotations, exchange_layers
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
@@ -145,8 +145,7 @@ class TransformersModel(Model):
         self._config, self._step = config, TransformersStep()
         code = _make(config)
         plan = code.config.base_model_tp_plan or {}
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        cuts = divide_attention(code.base_model, config.shard, plan, heads)
+        cuts = divide_attention(code.base_model, config, plan)
         exchange(code.base_model, self._step, config.shard, plan, cuts)
         exchange(code, self._step, WHOLE, {}, {})
         exchange_layers(code.base_model, self._step)

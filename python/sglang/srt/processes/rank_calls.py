@@ -80,8 +80,9 @@ def _in_order(columns: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Returns all ranks' parts side by side, [S, whole], in the order of the whole."""
     if not cut.parts:
         return columns
-    by_rank = columns.view(len(columns), -1, cut.size).split(cut.own_sizes, dim=2)
-    return torch.cat([part.flatten(1) for part in by_rank], dim=1)
+    sizes = [size for _, size in cut.pieces]
+    by_part = columns.view(len(columns), -1, cut.size).split(sizes, dim=2)
+    return torch.cat([part.flatten(1) for part in by_part], dim=1)
 
 
 def _problem(do: Callable[[], None]) -> str:
