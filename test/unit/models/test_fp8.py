@@ -299,6 +299,24 @@ def test_predicted_tokens_are_the_same_on_one_rank_and_two(
     assert_greedy(Model(values), sequence(12, 1), given[0][0])
 
 
+@pytest.mark.parametrize("form", ["block", "channel"])
+def test_ranks_have_parts_of_products_that_files_hold_as_one(tmp_path: Path, form: str) -> None:
+    """By transformers' code; queries, keys and values are one weight with its scales."""
+    source = make_random_model("phi3", tmp_path / "plain", pad_token_id=0, **SIZES)
+    path, values = write_fp8(source, tmp_path, form)
+    setup, prompt = Setup(), sequence(12, 1)
+    ranks = ThreadRanks(make_execution(path, setup, max_decode_rows=MTP_MAX_ROWS), 2)
+    ranks.serve(lambda runners: make_mtp_worker(runners.target, VOCAB_SIZE - 1))
+    assert [len(held(rank.runners.target)) for rank in ranks.ranks] == [8, 8]
+    for name, tensor in tensors_of(values).items():
+        found = ranks.resources.weights.value_of(name)
+        assert torch.equal(found, tensor), name
+    harness = SchedulerHarness(setup, ranks.worker)
+    (found,) = harness.generate([prompt], temperature=0.0, max_new_tokens=8)
+    ranks.settle()
+    assert_greedy(Model(values), prompt, found)
+
+
 def test_drafts_of_ngrams_change_no_token(folders: Callable[[str], tuple[Path, Path]]) -> None:
     path, _ = folders("channel")
     asked = [

@@ -108,7 +108,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"sliding_window": None},
     ),
-    "Olmo 2": ("olmo2", {"tie_word_embeddings": False}, {"rms_norm_eps": 0.5}),
+    "Olmo 2": (
+        "olmo2",
+        {"tie_word_embeddings": False, "attention_bias": True},
+        {"rms_norm_eps": 0.5},
+    ),
     "Olmo 3": (
         "olmo3",
         {**MIXED, "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4}},
