@@ -85,6 +85,10 @@ class ArrivingWeights:
             holds: the model holds 8 bits; otherwise both are kept until its values can be made.
         """
         weight = f"{module}.{WEIGHT}"
+        if module in (self._codes if name == weight else self._scales):
+            raise WeightMismatch(
+                f"has weight {name!r} twice", "which files belong to it?", "send it once"
+            )
         if name == weight:
             self._places.place_of(name, tensor.shape)
             self._codes[module] = None if holds else tensor.clone()
@@ -103,7 +107,9 @@ class ArrivingWeights:
     def _fitted(self, name: str, scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Gives scales the shape of the model's, of a weight of that shape."""
         problem = self._form.problem(scales.shape, shape)
-        if not scales.dtype.is_floating_point or scales.itemsize == 1:
+        if scales.is_meta or scales.layout != torch.strided:
+            problem = "without plain values"
+        elif not scales.dtype.is_floating_point or scales.itemsize == 1:
             problem = f"of type {scales.dtype}, but scales are float32 or bfloat16"
         elif problem is None and bool((scales < 0).any()):
             problem = "below 0"
