@@ -391,14 +391,18 @@ def check_served(weights: Any, values: Tensors) -> None:
 
 
 @pytest.mark.parametrize("change", [{"device": "meta"}, {"layout": torch.sparse_coo}], ids=str)
-def test_scales_without_values_are_refused(
+def test_numbers_of_8_bits_and_scales_without_values_are_refused(
     folders: Callable[[str], tuple[Path, Path]], other: Path, change: dict[str, Any]
 ) -> None:
     stored = tensors_of(folders("tensor")[0])
     names = f"{DOWN}.weight", f"{DOWN}.weight_scale"
-    given = {names[0]: stored[names[0]], names[1]: torch.zeros(1, **change)}
-    with pytest.raises(WeightUpdateError, match="without plain values"):
-        make_runner(other, Setup()).weights.reader.from_tensors(iter(given.items()))
+    runner = make_runner(other, Setup())
+    for bad in names:
+        shape, dtype = stored[bad].shape, stored[bad].dtype
+        given = {name: stored[name] for name in names}
+        given[bad] = torch.empty(shape, dtype=dtype, **change)
+        with pytest.raises(WeightUpdateError, match="without plain values"):
+            runner.weights.reader.from_tensors(iter(given.items()))
 
 
 def test_a_plain_model_takes_weights_of_8_bits_once(

@@ -89,6 +89,10 @@ class ArrivingWeights:
             raise WeightMismatch(
                 f"has weight {name!r} twice", "which files belong to it?", "send it once"
             )
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise WeightMismatch(
+                f"has a weight {name!r} without plain values", "is the file intact?"
+            )
         if name == weight:
             self._places.place_of(name, tensor.shape)
             self._codes[module] = None if holds else tensor.clone()
@@ -100,16 +104,15 @@ class ArrivingWeights:
             return
         codes, (_, scales) = self._codes.get(module), self._scales.get(module, ("", None))
         if codes is not None and scales is not None:
-            made = ScaledWeight(self._moved(codes), self._moved(scales), self._form)
+            codes = self._moved(codes)
+            made = ScaledWeight(codes, scales.to(codes.device), self._form)
             yield from self._places.pieces_of(weight, made.values(torch.float32))
             self._codes[module], self._scales[module] = None, (name, None)
 
     def _fitted(self, name: str, scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Gives scales the shape of the model's, of a weight of that shape."""
         problem = self._form.problem(scales.shape, shape)
-        if scales.is_meta or scales.layout != torch.strided:
-            problem = "without plain values"
-        elif not scales.dtype.is_floating_point or scales.itemsize == 1:
+        if not scales.dtype.is_floating_point or scales.itemsize == 1:
             problem = f"of type {scales.dtype}, but scales are float32 or bfloat16"
         elif problem is None and bool((scales < 0).any()):
             problem = "below 0"
