@@ -193,7 +193,6 @@ def experts_product(
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
             "IS_EVEN": is_even,
-            "HALVES": tiles.block_m > 16,
         },
         tile.num_warps,
         tile.num_stages,
@@ -279,8 +278,8 @@ KERNELS = {
     "experts of rows": route(512, 32, False),
     "rows by expert": Kernel(
         experts.group_kernel,
-        {"BLOCK_M": 16, "BLOCK_E": 128, "CHUNK": 8192},
-        num_warps=16,
+        {"BLOCK_M": 16, "BLOCK_E": 128, "CHUNK": 4096},
+        num_warps=8,
         types=EXPERT_INTEGERS,
     ),
     "gated products of experts": experts_product(1, True),
