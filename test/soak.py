@@ -64,6 +64,11 @@ class Ledger:
         return int(self.found["counts"].get("requests", 0))
 
     @property
+    def is_warm(self) -> bool:
+        """Tells whether this sitting has had enough requests to tell its rate."""
+        return int(self._sitting["requests"]) >= RATE_AFTER
+
+    @property
     def requests_per_s(self) -> float:
         """Returns the rate of this sitting."""
         return float(self._sitting["requests"] / (time.monotonic() - self._start_s))
@@ -80,7 +85,7 @@ class Ledger:
             found["counts"][kind] = found["counts"].get(kind, 0) + seen.get(kind, 0)
         sitting["requests"] += seen.get("requests", 0)
         sitting["seconds"] = round(time.monotonic() - self._start_s, 1)
-        if sitting["requests"] < RATE_AFTER:  # caches fill meanwhile
+        if not self.is_warm:  # caches fill meanwhile
             self._first = self._used()
         sitting["first"], sitting["last"] = self._first, self._used()
         part = self._path.with_suffix(".part")
@@ -106,7 +111,7 @@ def run(ledger: Ledger, models: TinyModels, num_requests: int, seconds: float) -
             bar.write(failure)
         ledger.add(seen, failure)
         bar.update(seen.get("requests", 0))
-        if not was_told and ledger.num_requests >= RATE_AFTER and ledger.requests_per_s:
+        if not was_told and ledger.is_warm:
             left_h = (num_requests - ledger.num_requests) / ledger.requests_per_s / 3600
             bar.write(f"{ledger.requests_per_s:.1f} requests/s, {left_h:.1f} hours for the rest")
             was_told = True

@@ -71,6 +71,8 @@ def test_products_of_1_to_512_rows_are_those_of_rounded_rows(
             torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
     nothing = torch.zeros(3, in_features, device=DEVICE, dtype=torch.bfloat16)
     assert not ops.scaled_linear(nothing, weight, None).any()
+    nothing[1, 5] = torch.nan
+    assert ops.scaled_linear(nothing, weight, None).isnan().any(1).tolist() == [False, True, False]
 
 
 def test_a_recorded_product_rounds_the_rows_of_each_replay() -> None:

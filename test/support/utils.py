@@ -295,8 +295,7 @@ class SchedulerHarness:
     def run(self, max_steps: int = 100_000) -> None:
         """Steps until nothing is left to do."""
         for _ in range(max_steps):
-            if self.is_idle:
-                self.scheduler.processor.wait_for_files()
+            if self.is_idle and self.scheduler.processor.wait_for_files(60.0):
                 self.scheduler.checker.when_idle()
                 return
             self.step()

@@ -13,6 +13,7 @@ import pytest
 from headers_of_models import SIZES, write_model, write_shard
 from sglang import check_model
 from sglang.srt.model_config import ModelPathError, load_model_config, resolve_model_path
+from sglang.srt.tensor_headers import read_headers
 
 GOOD = "A server with this model should start.\n"
 LLAMA: dict[str, Any] = {
@@ -151,6 +152,16 @@ def test_missing_and_wrong_scales_are_a_problem(
     expected: str,
 ) -> None:
     assert expected in said(capsys, 1, write_fp8(tmp_path, {**LLAMA, **FP8}, change))
+
+
+def test_scales_of_a_type_that_no_start_takes_are_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_fp8(tmp_path, {**LLAMA, **FP8}, {})
+    found = read_headers(tmp_path).items()
+    shapes = {name: [*header.shape] for name, header in found if "_scale" in name}
+    write_shard(tmp_path / "F16.safetensors", shapes, "F8_E8M0")
+    assert "of type F8_E8M0, which is not read" in said(capsys, 1, folder)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ def unread_weight(headers: Mapping[str, TensorHeader], form: WeightFormat) -> st
         if last == WEIGHT and header.dtype == STORED_TYPE and len(header.shape) == 2:
             if not scales:
                 return f"has a weight {name!r} of 8 bits, but no scale of it; is it complete?"
+            if scales[0].dtype not in READ_TYPES:
+                return f"has scales of {name!r} of type {scales[0].dtype}, which is not read"
             if problem := form.problem(scales[0].shape, header.shape):
                 return f"has scales of {name!r} {problem}"
         elif last in WEIGHTS and header.dtype not in READ_TYPES:

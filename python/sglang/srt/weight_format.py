@@ -24,16 +24,22 @@ class WeightFormat(NamedTuple):
 
     Attributes:
         rows, columns: of a block, the last of which may be smaller; 0 columns: all.
+        rounds_inputs: inputs are meant to be rounded to 8 bits too.
     """
 
     rows: int = 1
     columns: int = 0
+    rounds_inputs: bool = True
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Returns the shape of the scales of a weight of that shape."""
-        num_rows, num_columns = shape
-        columns = self.columns or max(1, num_columns)
-        return -(-num_rows // self.rows), -(-num_columns // columns)
+        rows, columns = self.within(shape)
+        return -(-shape[0] // rows), -(-shape[1] // columns)
+
+    def within(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Returns rows and columns of a block that a weight of that shape has."""
+        rows, columns = (max(1, size) for size in shape)
+        return min(self.rows, rows), min(self.columns or columns, columns)
 
     def divides(self, cut: Cut | None) -> bool:
         """Tells whether parts of a weight of one size are made of whole blocks."""
@@ -74,8 +80,17 @@ CHANNEL = WeightFormat()
 def format_of(entries: Mapping[str, Any]) -> WeightFormat:
     """Returns the form of weights of 8 bits that a config.json says; without one a scale for each
     output, which one scale for all is too."""
-    given = (entries.get(name) for name in QUANTIZATION)
-    return next((parse_format(each) or CHANNEL for each in given if each), CHANNEL)
+    given = said_of_weights(entries)
+    return CHANNEL if given is None else parse_format(given) or CHANNEL
+
+
+def said_of_weights(entries: Mapping[str, Any]) -> Any:
+    """Returns what a config.json says of quantized weights, of a model or of its part that writes
+    text; None if it says nothing."""
+    text = entries.get("text_config")
+    parts = [entries, text] if isinstance(text, dict) else [entries]
+    given = (part.get(name) for part in parts for name in QUANTIZATION)
+    return next((each for each in given if each), None)
 
 
 def parse_format(config: Any) -> WeightFormat | None:
@@ -94,7 +109,14 @@ def parse_format(config: Any) -> WeightFormat | None:
     if sparsity.get("format") not in (None, "dense"):
         return None
     forms = set(_forms(groups))
-    return forms.pop() if len(forms) == 1 else None
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None:
+        return None
+    return form._replace(rounds_inputs=all(map(_rounds_inputs, groups.values())))
+
+
+def _rounds_inputs(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("input_activations"))
 
 
 def _forms(groups: Mapping[str, Any]) -> Iterator[WeightFormat | None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,14 +30,14 @@ from fp8_models import (
 )
 from model_harness import Decoding, Feeder, Model, assert_close, assert_greedy, sequence
 from ngram_serving import ngram_config
-from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.layers.ops.torch_ops import TorchOps
-from sglang.srt.layers.scaled_weight import ScaledWeight, scaled
+from sglang.srt.layers.scaled_weight import ScaledWeight, multiplies, scaled
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.weight_format import WeightFormat
+from sglang.srt.weight_format import CHANNEL, WeightFormat, format_of
 from sglang.srt.weight_sync.weight_reader import WeightUpdateError
 from thread_ranks import ThreadRanks
 from utils import (
@@ -171,6 +173,34 @@ def test_what_is_not_stored_as_a_layer_holds_it_becomes_values(plain: Path, tmp_
     assert torch.equal(logits_of(runner), logits_of(expected))
 
 
+@pytest.mark.parametrize("rows", [1 << 60, 40])
+def test_blocks_may_be_larger_than_a_weight(rows: int) -> None:
+    codes, scales, values = rounded(torch.randn(37, 50), "tensor")
+    form = WeightFormat(rows, 1 << 60)
+    assert torch.equal(ScaledWeight(codes, scales.view(1, 1), form).values(torch.float32), values)
+    assert torch.equal(scaled(values, form).codes.float(), codes.float())
+
+
+def test_config_json_may_say_the_form_of_the_part_that_writes_text() -> None:
+    said = {"quantization_config": FORMS["block"][0]}
+    assert format_of({"text_config": said}) == WeightFormat(*FORMS["block"][1])
+
+
+@pytest.mark.parametrize(("inputs", "rounds"), [({"num_bits": 8}, True), (None, False)])
+def test_a_gpu_rounds_inputs_where_the_checkpoint_says_so(inputs: Any, rounds: bool) -> None:
+    config: dict[str, Any] = json.loads(json.dumps(FORMS["channel"][0]))
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    form, device = format_of({"quantization_config": config}), torch.device("cuda")
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        assert multiplies(form, torch.bfloat16, device) == rounds
+    assert multiplies(form, torch.bfloat16, torch.device("cpu"))
+
+
+def test_parts_of_a_fused_layer_are_features_that_gpus_multiply_alone() -> None:
+    assert FusedLinear(64, ("q", "k", "v"), (64, 16, 16), bias=False).takes(CHANNEL)
+    assert not FusedLinear(64, ("q", "k", "v"), (40, 20, 20), bias=False).takes(CHANNEL)
+
+
 CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("block", {f"{DOWN}.weight_scale_inv": None}, f"'{DOWN}.weight' of 8 bits, but no"),
     ("channel", {f"{DOWN}.weight": None}, "no weight of 8 bits that it belongs to"),
@@ -182,6 +212,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("block", {f"{DOWN}.weight_scale_inv": -torch.ones(4, 4)}, "below 0"),
     ("block", {f"{DOWN}.weight_scale_inv": torch.full((4, 4), torch.inf)}, "NaN or infinite"),
     ("tensor", {f"{DOWN}.weight_scale": torch.ones(1, dtype=torch.int32)}, "of type torch.int32"),
+    ("channel", {f"{DOWN}.weight_scale_inv": torch.ones(1)}, "twice"),
     ("tensor", {f"{DOWN}.weight": torch.full((64, 128), torch.nan).to(FP8)}, "NaN or infinite"),
     ("tensor", {f"{DOWN}.weight": torch.zeros(64, 127).to(FP8)}, "config.json asks for"),
     ("tensor", {f"{DOWN}.weight": torch.zeros(64, 128).to(torch.float8_e5m2)}, "float8_e5m2"),
@@ -375,6 +406,30 @@ def test_new_weights_in_16_bits_are_rounded_and_those_in_8_keep_their_scales(
 def check_served(weights: Any, values: Tensors) -> None:
     for name, tensor in values.items():
         assert torch.equal(weights.value_of(name), tensor.float()), name
+
+
+@pytest.mark.parametrize("change", [{"device": "meta"}, {"layout": torch.sparse_coo}], ids=str)
+def test_numbers_of_8_bits_and_scales_without_values_are_refused(
+    folders: Callable[[str], tuple[Path, Path]], other: Path, change: dict[str, Any]
+) -> None:
+    stored = tensors_of(folders("tensor")[0])
+    names = f"{DOWN}.weight", f"{DOWN}.weight_scale"
+    runner = make_runner(other, Setup())
+    for bad in names:
+        shape, dtype = stored[bad].shape, stored[bad].dtype
+        given = {name: stored[name] for name in names}
+        given[bad] = torch.empty(shape, dtype=dtype, **change)
+        with pytest.raises(WeightUpdateError, match="without plain values"):
+            runner.weights.reader.from_tensors(iter(given.items()))
+
+
+def test_a_plain_model_takes_weights_of_8_bits_once(
+    folders: Callable[[str], tuple[Path, Path]], other: Path
+) -> None:
+    stored = tensors_of(folders("tensor")[0])
+    names = f"{DOWN}.weight", f"{DOWN}.weight_scale", f"{DOWN}.weight"
+    with pytest.raises(WeightUpdateError, match="twice"):
+        make_runner(other, Setup()).weights.reader.from_tensors((n, stored[n]) for n in names)
 
 
 def test_a_plain_model_takes_weights_of_8_bits_as_values(

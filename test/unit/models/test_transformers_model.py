@@ -49,8 +49,14 @@ from sglang.srt.model_loader.loader import WeightPlaces, load_model
 from sglang.srt.model_loader.weight_files import read_directory
 from sglang.srt.models import fused_layers
 from sglang.srt.models.divided_attention import divide_attention
-from sglang.srt.models.exchanged_modules import CurrentStep, StepGatedMLP, StepNorm, StepPart
-from sglang.srt.models.fused_layers import StepLayer, StepRotations
+from sglang.srt.models.exchanged_modules import (
+    CurrentStep,
+    StepGatedMLP,
+    StepNorm,
+    StepPart,
+    eps_of_rms_norm,
+)
+from sglang.srt.models.fused_layers import StepLayer, StepRotations, is_half_rotation
 from sglang.srt.models.transformers_model import ATTENTION, TransformersModel
 from sglang.srt.registry import HEADS, OWN, TRANSFORMERS
 from sglang.srt.shard import Shard
@@ -391,6 +397,25 @@ def test_of_a_model_with_several_parts_that_of_text_is_served(tmp_path: Path) ->
     save_file(moved, folder / "model.safetensors", {"format": "pt"})
     logits = Feeder(make_runner(folder, Setup()), 1).feed({"a": sequence(30)})["a"]
     assert_close(logits, Model(text).expected(sequence(30))[-1])
+
+
+class OfFourDimensions(torch.nn.Module):
+    """A norm that small tensors do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.shape[3]
+
+
+def test_code_that_small_tensors_do_not_fit_is_not_exchanged() -> None:
+    def fails(q: object, k: object, cos: object, sin: object) -> None:
+        raise AssertionError("no such call")
+
+    assert eps_of_rms_norm(OfFourDimensions()) is None
+    assert not is_half_rotation(fails)
 
 
 # --- several ranks -------------------------------------------------------------------------------

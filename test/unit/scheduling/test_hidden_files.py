@@ -201,6 +201,24 @@ def test_steps_go_on_while_a_file_is_completed(tmp_path: Path) -> None:
     assert len(read(tmp_path / f"{short}.safetensors")[0]) == 6
 
 
+def test_messages_are_handled_while_nothing_but_a_file_is_completed(tmp_path: Path) -> None:
+    """The disk has time until a request that came later has ended."""
+    served, may_go_on = Served(tmp_path, {}, retract_interval=0), threading.Event()
+    harness, scheduler = served.harness, served.harness.scheduler
+    scheduler._file_writer.write(partial(may_go_on.wait, 20), 0)
+    first = served.submit([5, 6, 7], max_new_tokens=4)
+    while not harness.is_idle:
+        harness.step()
+    scheduler._wait_for_message()
+    later = harness.submit([5, 6, 7], max_new_tokens=4)
+    while served.outcome(later).num_ends == 0:
+        harness.step()
+    assert served.outcome(first).num_ends == 0
+    may_go_on.set()
+    harness.run()
+    assert served.outcome(first).num_ends == 1
+
+
 def test_an_aborted_request_writes_nothing_more(tmp_path: Path) -> None:
     served = Served(tmp_path, {}, retract_interval=0)
     req_id = served.submit([5, 6, 7], max_new_tokens=100)

@@ -211,7 +211,8 @@ class FusedLinear(Linear):
         return runtime.scaled_linear(x, self._scaled(self.form).rows_from(start), bias)
 
     def takes(self, form: WeightFormat) -> bool:
-        is_divided = all(size % form.rows == 0 for size in self.shard_sizes)
+        units = form.rows, ALIGNMENT  # `without_first` multiplies some of the parts alone
+        is_divided = all(size % unit == 0 for size in self.shard_sizes for unit in units)
         return is_divided and super().takes(form)
 
     def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:

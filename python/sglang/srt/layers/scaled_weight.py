@@ -29,11 +29,12 @@ class ScaledWeight(NamedTuple):
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Computes the weight's values, rounded once: [out_features, in_features]."""
-        factors = self.scales
-        if self.form.columns:
-            factors = factors.repeat_interleave(self.form.columns, 1)[:, : self.codes.shape[1]]
-        if self.form.rows > 1:
-            factors = factors.repeat_interleave(self.form.rows, 0)[: len(self.codes)]
+        factors, (num_rows, num_columns) = self.scales, self.codes.shape
+        rows, columns = self.form.within(self.codes.shape)
+        if factors.shape[1] > 1:
+            factors = factors.repeat_interleave(columns, 1)[:, :num_columns]
+        if rows > 1:
+            factors = factors.repeat_interleave(rows, 0)[:num_rows]
         return (self.codes.to(torch.float32) * factors).to(dtype)
 
     def rows_from(self, start: int) -> ScaledWeight:
@@ -44,15 +45,15 @@ class ScaledWeight(NamedTuple):
 def scaled(values: torch.Tensor, form: WeightFormat) -> ScaledWeight:
     """Rounds a weight [out_features, in_features] to 8 bits, the largest of each block to the
     largest code; on the device of the values."""
-    (num_rows, num_columns), columns = values.shape, form.columns or values.shape[1]
+    (num_rows, num_columns), (rows, columns) = values.shape, form.within(values.shape)
     shape = form.scales_shape(values.shape)
-    missing = 0, shape[1] * columns - num_columns, 0, shape[0] * form.rows - num_rows
+    missing = 0, shape[1] * columns - num_columns, 0, shape[0] * rows - num_rows
     blocks = F.pad(values.to(torch.float32), missing)
-    blocks = blocks.view(shape[0], form.rows, shape[1], columns)
+    blocks = blocks.view(shape[0], rows, shape[1], columns)
     scales = blocks.abs().amax((1, 3)) / LARGEST
     scales.masked_fill_(scales == 0, 1.0)
     codes = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(CODES)
-    codes = codes.view(shape[0] * form.rows, -1)[:num_rows, :num_columns]
+    codes = codes.view(shape[0] * rows, -1)[:num_rows, :num_columns]
     return ScaledWeight(codes, scales, form)
 
 

@@ -41,6 +41,7 @@ from sglang.srt.tokenizer import StopFinder
 logger = logging.getLogger(__name__)
 
 PAUSE_BEFORE_CHECK_S = 0.1  # clients in a closed loop send their next request before
+FILE_WAIT_S = 0.002  # for a file, before messages are looked at
 QUEUE_FULL_MESSAGE = "The request queue is full; try again later."
 
 
@@ -328,7 +329,8 @@ class Scheduler:
 
     def _wait_for_message(self) -> None:
         """Looks at every slot only when no message has come for a while: it would have to wait."""
-        self.processor.wait_for_files()
+        if not self.processor.wait_for_files(FILE_WAIT_S):
+            return  # the disk is slow: messages are looked at meanwhile
         self.checker.when_idle(has_time=False)
         self.stats.on_idle()
         self._decode_log.on_idle()

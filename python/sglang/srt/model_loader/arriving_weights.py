@@ -85,6 +85,14 @@ class ArrivingWeights:
             holds: the model holds 8 bits; otherwise both are kept until its values can be made.
         """
         weight = f"{module}.{WEIGHT}"
+        if module in (self._codes if name == weight else self._scales):
+            raise WeightMismatch(
+                f"has weight {name!r} twice", "which files belong to it?", "send it once"
+            )
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise WeightMismatch(
+                f"has a weight {name!r} without plain values", "is the file intact?"
+            )
         if name == weight:
             self._places.place_of(name, tensor.shape)
             self._codes[module] = None if holds else tensor.clone()
@@ -96,7 +104,8 @@ class ArrivingWeights:
             return
         codes, (_, scales) = self._codes.get(module), self._scales.get(module, ("", None))
         if codes is not None and scales is not None:
-            made = ScaledWeight(self._moved(codes), self._moved(scales), self._form)
+            codes = self._moved(codes)
+            made = ScaledWeight(codes, scales.to(codes.device), self._form)
             yield from self._places.pieces_of(weight, made.values(torch.float32))
             self._codes[module], self._scales[module] = None, (name, None)
 

@@ -10,7 +10,7 @@ from sglang.srt.layers.scaled_weight import multiplies
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.models.model import Model
 from sglang.srt.tensor_headers import read_headers
-from sglang.srt.weight_format import QUANTIZATION, STORED_TYPE, WEIGHT
+from sglang.srt.weight_format import STORED_TYPE, WEIGHT, said_of_weights
 
 HEAD = "lm_head"
 
@@ -30,7 +30,7 @@ def hold_in_8_bits(
     Raises:
         ModelPathError: if they cannot be rounded.
     """
-    says_so = any(config.hf.get(name) for name in QUANTIZATION)
+    says_so = said_of_weights(config.hf) is not None
     rounds, form = config.rounds_weights and not says_so, config.weight_format
     if rounds:
         _check_rounding(model, config, dtype, device)
@@ -54,7 +54,7 @@ def remark_on_weights(model: Model, config: ModelConfig) -> str:
     """Says how many products have weights of 8 bits; empty if nothing asks for any."""
     layers = [each for each in model.modules() if isinstance(each, Linear)]
     num_held = sum(each.form is not None for each in layers)
-    form, says_so = config.weight_format, any(config.hf.get(name) for name in QUANTIZATION)
+    form, says_so = config.weight_format, said_of_weights(config.hf) is not None
     if num_held:
         return f"fp8 with {form} in {num_held} of {len(layers)} products"
     return f"fp8 with {form} in the files, held as values of --dtype" if says_so else ""

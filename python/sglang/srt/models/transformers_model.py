@@ -18,7 +18,7 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Embedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.divided_attention import divide_attention
-from sglang.srt.models.exchanged_modules import CurrentStep, StepLinear, exchange
+from sglang.srt.models.exchanged_modules import WRONG_CODE, CurrentStep, StepLinear, exchange
 from sglang.srt.models.fused_layers import StepLayer, StepRotations, exchange_layers
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
@@ -36,7 +36,6 @@ ATTENTION = "paged_pool"  # its name in transformers' attention interface
 # without a meaning here.
 USED_OPTIONS = {"scaling", "softcap", "sliding_window"}
 IDLE_OPTIONS = {"dropout", "position_ids", "use_cache", "is_causal", "cache", "past_key_values"}
-WRONG_CODE = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 
 
 class LayerCall(NamedTuple):

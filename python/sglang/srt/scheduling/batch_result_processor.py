@@ -116,11 +116,13 @@ class BatchResultProcessor:
         req.hidden_file.finish(req.num_hidden)
         self._completing.append((req, req.hidden_file))
 
-    def wait_for_files(self) -> None:
-        """Waits until the files of all ended requests are complete, and sends their outputs."""
-        for _, file in self._completing:
-            file.wait()
-        self.flush()
+    def wait_for_files(self, timeout_s: float) -> bool:
+        """Waits up to the time for the oldest file of a request that has ended, and sends outputs
+        whose files are complete; tells whether all are."""
+        if self._completing:
+            self._completing[0][1].is_done(timeout_s)
+            self.flush()
+        return not self._completing
 
     def flush(self) -> None:
         """Sends the queued messages, and those of ended requests whose files are complete."""
@@ -133,10 +135,10 @@ class BatchResultProcessor:
     def _queue_completed(self) -> None:
         ended, self._completing = self._completing, []
         for req, file in ended:
-            if not file.is_done:
+            if not file.is_done():
                 self._completing.append((req, file))
                 continue
-            req.finish_reason = file.wait() or req.finish_reason
+            req.finish_reason = file.error() or req.finish_reason
             self._queue_output(req)
 
     def _apply(

@@ -9,7 +9,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import BinaryIO
 
@@ -100,16 +100,14 @@ class HiddenFile:
         complete = partial(self._complete, num_rows)
         self._last = self._writer.write(partial(self._try, complete), 0)
 
-    @property
-    def is_done(self) -> bool:
-        """Tells whether all is written, or given up."""
-        return self._last is None or self._last.done()
+    def is_done(self, timeout_s: float = 0.0) -> bool:
+        """Tells whether all is written or given up, after waiting for that up to the time."""
+        return self._last is None or not wait([self._last], timeout_s).not_done
 
-    def wait(self) -> FinishReason | None:
-        """Waits until all is written; returns why the request ends with an error instead, if it
-        does."""
+    def error(self) -> FinishReason | None:
+        """Returns why the request ends with an error, if it does; once all is done."""
         if self._last is not None:
-            self._last.result()
+            self._last.result()  # raises what the thread did not expect
         if self.problem is None:
             return None
         return FinishReason(

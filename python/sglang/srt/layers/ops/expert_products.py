@@ -26,9 +26,8 @@ from sglang.srt.layers.ops.experts_kernels import (
 from sglang.srt.layers.triton_launch import INTERPRETED
 
 LEAST_BINS = 32  # of a histogram
-FEW_PAIRS, CHUNK = 1024, 8192  # pairs that a program reads at once
+FEW_PAIRS, CHUNK = 1024, 4096  # pairs that a program reads at once
 SUM_BLOCK = 512
-HALVES = True  # blocks that are at most half full are computed as ones of half the rows
 BLOCK_FIELDS = 3  # expert, place of the first pair, number of pairs
 
 Launch = Callable[[int], dict[str, int]]
@@ -134,7 +133,7 @@ def choose_pairs(
         group_kernel[(num_experts,)](
             experts, order, blocks, num_pairs, num_blocks, num_experts, BLOCK_M=block_m,
             BLOCK_E=block_e, CHUNK=FEW_PAIRS if num_pairs <= FEW_PAIRS else CHUNK,
-            num_warps=4 if num_pairs <= FEW_PAIRS else 16, **launch(num_experts),
+            num_warps=4 if num_pairs <= FEW_PAIRS else 8, **launch(num_experts),
         )  # fmt: skip
     return Pairs(weights, order, blocks)
 
@@ -165,7 +164,7 @@ def product(
         x, weight, out, pairs.order, pairs.blocks, num_pairs, num_blocks, num_experts,
         out_features, in_features, NUM_CHOSEN=pairs.weights.shape[1], GATED=is_gated,
         BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        IS_EVEN=in_features % tile.block_k == 0, HALVES=HALVES and block_m > 16,
+        IS_EVEN=in_features % tile.block_k == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch(num_programs),
     )  # fmt: skip
     return out

@@ -93,14 +93,33 @@ def group_kernel(
             place += tl.sum(is_own, 0)
 
 
-@triton.jit
-def _product_of_block(
-    x_ptr, weight_ptr, out_ptr, order_ptr, first, count, num_pairs, tile,
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "early"])
+def product_kernel(
+    x_ptr, weight_ptr, out_ptr, order_ptr, blocks_ptr, num_pairs, num_blocks, num_experts,
     out_features, in_features, NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EVEN: tl.constexpr,
+    PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Computes `product_kernel` for `count` pairs from place `first` on, with the weight of their
-    expert."""
+    """A block's rows times the transpose of BLOCK_N rows of its expert's weight
+    [out_features, in_features]; a block's programs are side by side.
+
+    GATED: x [T, in_features] by row; of weights [2 * out_features, in_features], silu of the first
+    half's product times that of the second, both rounded as products are; out by order. Else x by
+    order, and out by pair.
+    IS_EVEN: BLOCK_K divides in_features."""
+    begin(PDL, early)
+    num_tiles = tl.cdiv(out_features, BLOCK_N)
+    tile = tl.program_id(0) % num_tiles
+    block = blocks_ptr + tl.program_id(0) // num_tiles
+    count = tl.load(block + 2 * num_blocks)
+    if count <= 0:
+        return
+    expert = tl.load(block)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    first = tl.load(block + num_blocks)
+    num_features = out_features * 2 if GATED else out_features
+    weight_ptr += expert.to(tl.int64) * num_features * in_features
     place = first + tl.arange(0, BLOCK_M)
     exists = (tl.arange(0, BLOCK_M) < count) & (place >= 0) & (place < num_pairs)
     pair = tl.load(order_ptr + place, mask=exists, other=-1)
@@ -134,46 +153,6 @@ def _product_of_block(
         result = silu_times(result, second.to(result.dtype))
     out = out_ptr + target[:, None].to(tl.int64) * out_features + feature[None, :]
     tl.store(out, result, mask=exists[:, None] & (feature < out_features)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "early"])
-def product_kernel(
-    x_ptr, weight_ptr, out_ptr, order_ptr, blocks_ptr, num_pairs, num_blocks, num_experts,
-    out_features, in_features, NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EVEN: tl.constexpr,
-    HALVES: tl.constexpr, PDL: tl.constexpr, early,
-):  # fmt: skip
-    """A block's rows times the transpose of BLOCK_N rows of its expert's weight
-    [out_features, in_features]; a block's programs are side by side.
-
-    GATED: x [T, in_features] by row; of weights [2 * out_features, in_features], silu of the first
-    half's product times that of the second, both rounded as products are; out by order. Else x by
-    order, and out by pair.
-    IS_EVEN: BLOCK_K divides in_features.
-    HALVES: a block that is at most half full is computed as one of half the rows."""
-    begin(PDL, early)
-    num_tiles = tl.cdiv(out_features, BLOCK_N)
-    tile = tl.program_id(0) % num_tiles
-    block = blocks_ptr + tl.program_id(0) // num_tiles
-    count = tl.load(block + 2 * num_blocks)
-    if count <= 0:
-        return
-    expert = tl.load(block)
-    if (expert < 0) | (expert >= num_experts):
-        return
-    first = tl.load(block + num_blocks)
-    num_features = out_features * 2 if GATED else out_features
-    weight_ptr += expert.to(tl.int64) * num_features * in_features
-    if HALVES & (count <= BLOCK_M // 2):
-        _product_of_block(
-            x_ptr, weight_ptr, out_ptr, order_ptr, first, count, num_pairs, tile,
-            out_features, in_features, NUM_CHOSEN, GATED, BLOCK_M // 2, BLOCK_N, BLOCK_K, IS_EVEN,
-        )  # fmt: skip
-    else:
-        _product_of_block(
-            x_ptr, weight_ptr, out_ptr, order_ptr, first, count, num_pairs, tile,
-            out_features, in_features, NUM_CHOSEN, GATED, BLOCK_M, BLOCK_N, BLOCK_K, IS_EVEN,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["early"])

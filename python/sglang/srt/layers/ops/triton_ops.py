@@ -65,7 +65,7 @@ def _silu_and_mul_kernel(
 def _round_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, size, largest, BLOCK: tl.constexpr, PDL: tl.constexpr, early
 ):  # fmt: skip
-    """One program per row of `size` elements: its largest becomes `largest`."""
+    """One program per row of `size` elements: its largest becomes `largest`. NaN stays NaN."""
     begin(PDL, early)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -73,7 +73,8 @@ def _round_rows_kernel(
     x = tl.load(x_ptr + row * size + place, mask=mask, other=0.0).to(tl.float32)
     most = tl.max(tl.abs(x), 0)
     scale = tl.where(most > 0, most / largest, 1.0)
-    codes = tl.clamp(x / scale, -largest, largest).to(codes_ptr.dtype.element_ty)
+    codes = tl.clamp(x / scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    codes = codes.to(codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + row * size + place, codes, mask=mask)
     tl.store(scales_ptr + row, scale)
 
