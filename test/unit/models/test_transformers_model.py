@@ -531,8 +531,13 @@ def test_attention_is_divided_if_a_rank_computes_its_heads_of_the_whole(
         assert cuts == expected
 
 
-def test_heads_that_its_code_does_not_divide_are_refused_for_ranks(tmp_path: Path) -> None:
-    path = make_random_model("persimmon", tmp_path / "model", num_key_value_heads=4)
+@pytest.mark.parametrize("model_type", ["persimmon", "bitnet"])
+def test_attention_that_cannot_be_divided_is_refused_for_ranks(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Persimmon computes the size of heads from their number; BitNet, which transformers' plan
+    divides, has a norm over the heads' output."""
+    path = make_random_model(model_type, tmp_path / "model", num_key_value_heads=4)
     config = dataclasses.replace(load_model_config(str(path)), shard=Shard(0, 2))
     with pytest.raises(ModelPathError, match="leave --tp-size out"):
         load_model(config, "auto", 64, torch.float32, "cpu")

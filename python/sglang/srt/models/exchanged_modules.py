@@ -226,7 +226,7 @@ def exchange(
         shard: the part that this rank has.
         plan: transformers' plan of how ranks divide linear layers, by names in which `*` stands for
             a number. Layers that it divides in other ways than COLUMNS and ROWS stay whole.
-        cuts: the parts of other modules, which have the sizes of this rank already.
+        cuts: the parts of modules that have been made in the sizes of this rank.
     """
     for path, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):

@@ -22,7 +22,7 @@ from sglang.srt.models.exchanged_modules import WRONG_CODE, CurrentStep, StepLin
 from sglang.srt.models.fused_layers import StepLayer, StepRotations, exchange_layers
 from sglang.srt.models.model import CheckpointNames, Model, SharedModules
 from sglang.srt.models.transformer import apart_from
-from sglang.srt.shard import WHOLE
+from sglang.srt.shard import WHOLE, Shard
 from sglang.srt.transformers_config import (
     Entries,
     in_one_line,
@@ -149,7 +149,9 @@ class TransformersModel(Model):
         exchange(code, self._step, WHOLE, {}, {})
         exchange_layers(code.base_model, self._step)
         calls, entries = self._step.calls, Entries(code.config)
-        problem = _note_calls(code, self._step) or _why_not_calls(calls, config, entries)
+        problem = _note_calls(code, self._step, config.shard) or _why_not_calls(
+            calls, config, entries
+        )
         if problem is not None:
             raise config.refusal(problem)
         self.windows = tuple(call.options.get("sliding_window") for call in calls)
@@ -279,7 +281,7 @@ def _why_no_logits(code: Any, config: ModelConfig) -> str | None:
     return None if is_right else f"its logits have the shape {[*found.shape]}"
 
 
-def _note_calls(code: Any, step: TransformersStep) -> str | None:
+def _note_calls(code: Any, step: TransformersStep, shard: Shard) -> str | None:
     """Runs the decoder on the meta device, to note its calls of attention. Returns why it does not
     run; None if it does."""
     for module in code.modules():
@@ -293,7 +295,8 @@ def _note_calls(code: Any, step: TransformersStep) -> str | None:
         with torch.no_grad():
             _run(code.base_model, two, two)
     except WRONG_CODE as error:
-        return f"transformers' code does not run here ({in_one_line(error)})"
+        where = "here" if shard.is_whole else "over ranks; leave --tp-size out"
+        return f"transformers' code does not run {where} ({in_one_line(error)})"
     for module, name in _plain_tensors(code):  # kept by this run: the next one makes them anew
         delattr(module, name)
     return None
