@@ -242,7 +242,7 @@ def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()
-    assert process.returncode == 0
+    assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert errors.endswith("Stopped before the server was ready.\n")
 

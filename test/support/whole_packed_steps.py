@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,16 +15,14 @@ import torch
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import eagle_config_for
 from round_serving import On
-from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.step.step_ops import Q_LEN, PackedSize
+from sglang.srt.step.step_ops import Q_LEN, PackedSize, StepCounts
 from sglang.srt.step.step_outputs import hidden_of_reads
-from sglang.srt.step.worker import ScheduleBatch
 from tile_spec_rounds import FREE_ROWS, free_drafts
 from utils import Setup, make_execution
 
@@ -54,19 +53,11 @@ def all_rows_packed() -> Iterator[None]:
     """While this lasts every step of drafts is packed, with room for all of them."""
     cut = TileSpec.cut
 
-    def packed(
-        tile_spec: TileSpec,
-        batch: ScheduleBatch,
-        plan: StepPlan,
-        is_probe: bool,
-    ) -> StepPlan:
-        found = cut(tile_spec, batch, plan, is_probe)
-        assert found.counts.packed is None, "Rows cost nothing, so none is cut."
-        if found.is_plain:
-            return found
-        counts = found.counts
+    def packed(tile_spec: TileSpec, *step: Any, **more: Any) -> tuple[StepCounts, bool]:
+        counts, wants_scores = cut(tile_spec, *step, **more)
+        assert counts.packed is None, "Rows cost nothing, so none is cut."
         size = PackedSize(counts.num_rows, counts.num_reads)
-        return replace(found, counts=replace(counts, packed=size))
+        return replace(counts, packed=size), wants_scores
 
     with mock.patch.object(TileSpec, "cut", packed):
         yield

@@ -124,12 +124,13 @@ def leaves_biases_in_a_row(patch: Patch) -> None:
 
 
 def leaves_thresholds_in_a_row(patch: Patch) -> None:
-    initialize = MaskPlanner.admit
+    admit = MaskPlanner.admit
 
     def without_thresholds(self: MaskPlanner, new_rows: list[NewRow]) -> None:
-        kept = self.thresholds.copy()
-        initialize(self, new_rows)
-        self.thresholds[:] = kept
+        kept = [request.tau for request in self._requests]
+        admit(self, new_rows)
+        for request, tau in zip(self._requests, kept, strict=True):
+            request.tau = tau
 
     patch.setattr(MaskPlanner, "admit", without_thresholds)
 
