@@ -41,7 +41,7 @@ KINDS = ("requests", "tokens", "near-ties", "retractions", "abort", "rounds with
 
 
 class Ledger:
-    """What all sittings have counted.
+    """Counts what there was in all sittings.
 
     Attributes:
         found: `next_seed`, `rounds`, `counts` by kind, `failures` (seed, error, commit) and

@@ -125,7 +125,7 @@ def test_tokens_are_those_of_transformers_over_the_values(
 @pytest.mark.parametrize("form", ["channel", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_are_of_values_rounded_once(form: str, dtype: torch.dtype) -> None:
-    """Of a weight whose last blocks are smaller, too."""
+    """A weight may have smaller last blocks."""
     codes, scales, values = rounded(torch.randn(37, 50) * 3, form)
     weight = ScaledWeight(codes, scales, WeightFormat(*FORMS[form][1]))
     x, bias = torch.randn(3, 50).to(dtype), torch.randn(37).to(dtype)
@@ -332,7 +332,7 @@ def test_predicted_tokens_are_the_same_on_one_rank_and_two(
 
 @pytest.mark.parametrize("form", ["block", "channel"])
 def test_ranks_have_parts_of_products_that_files_hold_as_one(tmp_path: Path, form: str) -> None:
-    """By transformers' code; queries, keys and values are one weight with its scales."""
+    """Transformers' code computes; queries, keys and values are one weight with its scales."""
     source = make_random_model("phi3", tmp_path / "plain", pad_token_id=0, **SIZES)
     path, values = write_fp8(source, tmp_path, form)
     setup, prompt = Setup(), sequence(12, 1)

@@ -450,7 +450,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Phi 3", "Olmo 2", "GLM-4"])
 def test_each_rank_holds_its_part_before_and_after_an_update(tmp_path: Path, name: str) -> None:
-    """Of products that checkpoints hold as one, and of norms over all heads; the ranks' parts
+    """Products that checkpoints hold as one, and norms over all heads, are cut too; the parts
     together are the checkpoint."""
     model_type, entries, _ = FAMILIES[name]
     paths = [
