@@ -72,6 +72,7 @@ LLAMA_8B = Geometry(4096, 14336, 32, 32, 8, 128, 128256)
 GEOMETRIES = {
     "llama-3.1-8b": LLAMA_8B,
     "qwen3-30b-a3b": ExpertGeometry(2048, 8 * 768, 48, 32, 4, 128, 151936, 128, 8, 768),
+    "32b": Geometry(5120, 25600, 64, 64, 8, 128, 151936),
     "tiny": Geometry(256, 512, 2, 4, 2, 64, 4096),
     "tiny-experts": ExpertGeometry(256, 2 * 64, 2, 4, 2, 64, 4096, 8, 2, 64),
 }

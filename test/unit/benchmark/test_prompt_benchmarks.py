@@ -302,3 +302,9 @@ def test_ways_to_bound_steps_are_what_their_names_say() -> None:
     assert (rooms["default"], rooms["0"], rooms["chunks 64"]) == ((7, 7), (5000, 5000), (64, 64))
     assert rooms["20"][0] == rooms["together 20"][0] == rooms["together 20"][1]
     assert rooms["20"][1] < rooms["20"][0] < 1000
+
+
+def test_fields_of_server_args_have_values_as_in_json() -> None:
+    words = ["quantization=fp8", "tp_size=2", "disable_radix_cache=true"]
+    expected = {"quantization": "fp8", "tp_size": 2, "disable_radix_cache": True}
+    assert long_prompts.server_arguments(words) == expected
