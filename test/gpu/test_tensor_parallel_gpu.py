@@ -20,6 +20,7 @@ from benchmark.random_model import LLAMA_8B
 from serving_utils import running_server, schedulers_of
 from sglang.srt.model_config import resolve_model_path
 from target import MAX_GAPS
+from utils import VOCAB_SIZE, make_random_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -190,6 +191,22 @@ def test_tokens_are_those_of_one_rank(path: str, right: dict[str, Answers], name
         state = two.get_server_info()["internal_states"][0]
     assert (state["orphan_token_count"], state["legacy_missing_tokens"]) == (0, 0)
     assert not problems
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "phi3", "gemma2"])
+def test_transformers_layers_give_the_tokens_of_one_rank(tmp_path: Path, model_type: str) -> None:
+    """With graphs: norms over all heads (Olmo 2), joined q, k, v (Phi-3), soft caps (Gemma 2)."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "pad_token_id": 0}
+    model = str(make_random_model(model_type, tmp_path / "model", **sizes))
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, VOCAB_SIZE, (NUM_PROMPTS, 24), generator=generator).tolist()
+    found = []
+    for num_ranks in (1, 2):
+        with engine(model, num_ranks, skip_tokenizer_init=True) as served:
+            assert served.get_server_info()["resolved"]["model_impl"] == "transformers"
+            given = served.generate(input_ids=prompts, sampling_params=GREEDY)
+            found.append([each["output_ids"] for each in given])
+    assert sum(one != two for one, two in zip(*found, strict=True)) <= MOST_TIES * NUM_PROMPTS
 
 
 def divided(right: Answers, given: list[list[int]], is_drawn: bool) -> tuple[int, int]:
