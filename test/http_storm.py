@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -403,6 +404,9 @@ def main() -> int:
     parser.add_argument("--ends", type=int, default=0, help="servers that lose a child")
     parser.add_argument("--drafters", action="store_true", help="a server for each, in turn")
     args, flags = parser.parse_known_args()
+    if torch.cuda.is_available() and not TARGET.flags:
+        remedy = """SGLANG_TEST_TARGET='{"device": "cuda", "dtype": "float32"}'"""
+        parser.error(f"say what the GPU shall compute with: {remedy}")
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"http storm: seed {seed}", flush=True)
     ways, right = {"storm": list[str]()}, None

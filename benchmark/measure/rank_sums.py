@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -62,8 +62,9 @@ def replayable(work: Callable[[], None], device: str) -> Callable[[], None]:
     return replay
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures one row per size; both ranks do so together."""
+def measure(arguments: argparse.Namespace) -> NoReturn:
+    """Measures one row per size, both ranks together, writes the rows and ends the process: NCCL's
+    groups would wait for each other where they, or graphs of their sums, are released."""
     rows, device = [], arguments.device
     ways = ways_of(arguments.folder, arguments.rank, device)
     for size in tqdm(SIZES, desc="sums", unit="size", disable=arguments.rank > 0):
@@ -87,7 +88,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         medians = {f"{way}_us": statistics.median(found) for way, found in times.items()}
         equal = all(totals[0].equal(total) for total in totals)
         rows.append({"bytes": size, **medians, "equal": equal})
-    return rows
+    (arguments.folder / f"{arguments.rank}.json").write_text(json.dumps(rows))
+    os._exit(0)
 
 
 def run_ranks(device: str, num_sums: int) -> list[dict[str, Any]]:
@@ -120,9 +122,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        rows = measure(arguments)
-        (arguments.folder / f"{arguments.rank}.json").write_text(json.dumps(rows))
-        os._exit(0)  # NCCL's groups, which graphs still refer to, would wait for each other
+        measure(arguments)
     rows = run_ranks(arguments.device, arguments.sums)
     for row in rows:
         print(", ".join(f"{name} {value}" for name, value in row.items()))
