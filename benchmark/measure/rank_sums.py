@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -28,6 +29,7 @@ from benchmark.command import in_turn, make_parser, store
 from benchmark.environment import describe_environment
 from sglang.srt.distributed.group import RankGroup
 from sglang.srt.entrypoints.children import child_environ
+from sglang.srt.processes.model_parts import EXCHANGE
 from sglang.srt.shard import Shard
 
 SIZES = [1 << power for power in range(13, 21)]  # bytes: 8 KB to 1 MB
@@ -42,7 +44,7 @@ def ways_of(folder: Path, rank: int, device: str) -> dict[str, RankGroup]:
         return {"gloo": RankGroup(shard, folder / "gloo")}
     ways = {way: RankGroup(shard, folder / way) for way in ("nccl", "one_shot")}
     ways["nccl"].connect_gpus(device, DTYPE)
-    ways["one_shot"].connect_gpus(device, DTYPE, SIZES[-1])
+    ways["one_shot"].connect_gpus(device, DTYPE, import_module(EXCHANGE), SIZES[-1])
     assert ways["one_shot"].one_shot is not None, "These GPUs cannot; the log says why."
     return ways
 
@@ -62,11 +64,9 @@ def replayable(work: Callable[[], None], device: str) -> Callable[[], None]:
     return replay
 
 
-def measure(arguments: argparse.Namespace) -> NoReturn:
-    """Measures one row per size, both ranks together, writes the rows and ends the process: NCCL's
-    groups would wait for each other where they, or graphs of their sums, are released."""
+def measure(ways: dict[str, RankGroup], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures one row per size; both ranks do so together."""
     rows, device = [], arguments.device
-    ways = ways_of(arguments.folder, arguments.rank, device)
     for size in tqdm(SIZES, desc="sums", unit="size", disable=arguments.rank > 0):
         generator = torch.Generator().manual_seed(arguments.rank)
         values = torch.randn((1, size // DTYPE.itemsize), generator=generator).to(device, DTYPE)
@@ -88,8 +88,7 @@ def measure(arguments: argparse.Namespace) -> NoReturn:
         medians = {f"{way}_us": statistics.median(found) for way, found in times.items()}
         equal = all(totals[0].equal(total) for total in totals)
         rows.append({"bytes": size, **medians, "equal": equal})
-    (arguments.folder / f"{arguments.rank}.json").write_text(json.dumps(rows))
-    os._exit(0)
+    return rows
 
 
 def run_ranks(device: str, num_sums: int) -> list[dict[str, Any]]:
@@ -122,7 +121,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        measure(arguments)
+        ways = ways_of(arguments.folder, arguments.rank, arguments.device)
+        rows = measure(ways, arguments)
+        (arguments.folder / f"{arguments.rank}.json").write_text(json.dumps(rows))
+        os._exit(0)  # groups of NCCL, where they are released, would wait for each other
     rows = run_ranks(arguments.device, arguments.sums)
     for row in rows:
         print(", ".join(f"{name} {value}" for name, value in row.items()))

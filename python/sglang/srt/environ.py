@@ -33,7 +33,7 @@ class Environ:
             verifies on average, whatever they are worth (`SGLANG_TILE_SPEC_DRAFTS`); None: those
             that pay.
         one_shot_sums: ranks sum small messages in one exchange, over memory that all their GPUs
-            read, instead of through NCCL (`SGLANG_ONE_SHOT_SUMS`).
+            write, instead of through NCCL (`SGLANG_ONE_SHOT_SUMS`).
         torch_profiler_dir: folder that `/start_profile` may write to; None: it may not
             (`SGLANG_TORCH_PROFILER_DIR`).
     """

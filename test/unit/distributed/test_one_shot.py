@@ -7,20 +7,18 @@ import argparse
 import itertools
 import logging
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 
 from benchmark.measure import rank_sums
 from sglang.srt.distributed import one_shot
 from sglang.srt.distributed.group import RankGroup
-from sglang.srt.distributed.one_shot import NAME, OneShotSums
 from sglang.srt.shard import Shard
 
 NUM_RANKS, LIMIT = 2, 1024
@@ -36,11 +34,12 @@ class FakeNccl:
 class FakeMemory:
     """Stands in for `_SymmetricMemory`, and for the kernel."""
 
+    TYPES = (BF16, FLOAT32)
+
     def __init__(self, unable: int | None, lacks: int | None = None) -> None:
         self._unable, self._lacks = unable, lacks
         self._arrivals, self._made = itertools.count(), itertools.count()
         self.num_meetings = 0
-        self._rank_of: dict[int, RankGroup] = {}
         self.ranks: list[RankGroup] = []
         self.summed: list[int] = []  # bytes
 
@@ -51,20 +50,33 @@ class FakeMemory:
             raise RuntimeError("CUDA out of memory.")
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    def rendezvous(self, shared: torch.Tensor, name: str) -> None:
+    def rendezvous(self, shared: torch.Tensor, name: str) -> SimpleNamespace:
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        assert not shared.any()
         self.num_meetings += 1
-        number = next(self._arrivals)
-        if number == self._unable:
+        if next(self._arrivals) == self._unable:
             raise RuntimeError("CUDA driver error: no peer\nin some file")
-        self._rank_of[shared.data_ptr()] = self.ranks[number]
+        return SimpleNamespace(buffer_ptrs=[shared.data_ptr() - 16] * NUM_RANKS)
 
-    def all_reduce(self, shared: torch.Tensor, how: str, name: str, out: torch.Tensor) -> None:
-        assert (how, name, shared.shape) == ("sum", NAME, out.shape)
-        self.summed.append(shared.nbytes)
-        total = shared.clone()
-        self._rank_of[shared.data_ptr()]._group.allreduce([total]).wait()
-        out.copy_(total)
+    def buffer_bytes(self, num_bytes: int, num_ranks: int) -> int:
+        return num_bytes * num_ranks
+
+    def num_epochs(self, num_bytes: int) -> int:
+        return 1
+
+    def exchange(
+        self,
+        x: torch.Tensor,
+        epochs: torch.Tensor,
+        buffers: torch.Tensor,
+        num_bytes: int,
+        shard: Shard,
+    ) -> None:
+        assert num_bytes == LIMIT
+        assert not epochs.any()
+        assert (buffers % 16).tolist() == [buffers[0] % 16] * NUM_RANKS
+        self.summed.append(x.nbytes)
+        self.ranks[shard.rank]._group.allreduce([x]).wait()
 
 
 def connected(
@@ -82,19 +94,6 @@ def connected(
     return memory.ranks, memory, pool
 
 
-@pytest.fixture
-def kernel() -> Iterator[list[FakeMemory]]:
-    """The memory that the kernel on a CPU sums, to be filled in."""
-    memories: list[FakeMemory] = []
-    with torch.library._scoped_library("symm_mem", "IMPL") as library:
-        library.impl(
-            "one_shot_all_reduce_out",
-            lambda *arguments: memories[0].all_reduce(*arguments) or arguments[-1],  # type: ignore[func-returns-value]
-            "CPU",
-        )
-        yield memories
-
-
 @pytest.mark.parametrize(
     ("num_elements", "dtype", "offset", "is_small"),
     [
@@ -102,7 +101,7 @@ def kernel() -> Iterator[list[FakeMemory]]:
         (LIMIT // 2, BF16, 0, True),
         (LIMIT // 4, FLOAT32, 4, True),
         (LIMIT // 2 + 8, BF16, 0, False),
-        (8, FLOAT16, 0, False),  # the kernel has no such sums
+        (8, FLOAT16, 0, False),  # it has no such sums
         (12, BF16, 0, False),  # 24 bytes
         (8, BF16, 4, False),  # begins after 8 bytes
     ],
@@ -114,11 +113,9 @@ def test_small_messages_that_the_kernel_takes_are_summed_by_it(
     is_small: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kernel: list[FakeMemory],
 ) -> None:
     ranks, memory, pool = connected(tmp_path, monkeypatch)
-    kernel.append(memory)
-    list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, LIMIT), ranks))
+    list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, memory, LIMIT), ranks))
     assert memory.summed == [LIMIT] * NUM_RANKS, "A first sum of the largest message."
     values = torch.arange(num_elements * NUM_RANKS).view(NUM_RANKS, -1) % 64
     wholes = [torch.zeros(num_elements + offset, dtype=dtype) for _ in ranks]
@@ -147,7 +144,7 @@ def test_one_rank_that_cannot_leaves_all_sums_to_nccl(
     """And no rank waits for one that has failed before they meet."""
     ranks, memory, pool = connected(tmp_path, monkeypatch, *problems)
     with caplog.at_level(logging.WARNING):
-        list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, LIMIT), ranks))
+        list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, memory, LIMIT), ranks))
     assert [rank.one_shot for rank in ranks] == [None, None]
     assert caplog.messages == [f"NCCL sums small messages too, since: {said}"]
     assert memory.num_meetings == num_meetings
@@ -157,21 +154,6 @@ def test_one_rank_that_cannot_leaves_all_sums_to_nccl(
     assert not memory.summed
 
 
-def test_torch_finds_the_ranks_by_the_name_of_their_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel's launch looks up the group, and fails if that has no backend to name it."""
-    ranks = RankGroup(Shard(0, 1), tmp_path / "ranks")
-    monkeypatch.setattr(one_shot, "_SymmetricMemory", FakeMemory(None))
-    monkeypatch.setattr(FakeMemory, "rendezvous", lambda *arguments: None)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    sums = OneShotSums(ranks.shard, ranks._group, store, "cpu", LIMIT)
-    sums.connect()
-    found = _resolve_process_group(NAME)
-    assert (found.rank(), found.size(), found.group_name) == (0, 1, NAME)
-    del sums
-
-
 def test_the_benchmark_times_each_size_on_both_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +161,7 @@ def test_the_benchmark_times_each_size_on_both_ranks(
 
     def rows(rank: int) -> list[dict[str, Any]]:
         arguments = argparse.Namespace(folder=tmp_path, rank=rank, device="cpu", sums=1)
-        return rank_sums.measure(arguments)
+        return rank_sums.measure(rank_sums.ways_of(tmp_path, rank, "cpu"), arguments)
 
     with ThreadPoolExecutor(NUM_RANKS) as pool:
         for found in pool.map(rows, range(NUM_RANKS)):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from sglang.srt.distributed.one_shot import OneShotSums
+from sglang.srt.distributed.one_shot import ONE_SHOT_BYTES, Exchange, OneShotSums
 from sglang.srt.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -69,14 +69,21 @@ class RankGroup:
         if shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
 
-    def connect_gpus(self, device: str, dtype: torch.dtype, one_shot_bytes: int = 0) -> None:
+    def connect_gpus(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        exchange: Exchange | None = None,
+        one_shot_bytes: int = ONE_SHOT_BYTES,
+    ) -> None:
         """Connects the GPUs of all ranks, and sends first messages of the type that steps send:
         later there may be little memory for what that takes, and a CUDA graph can contain only what
         is connected.
 
         Args:
             device: this rank's.
-            one_shot_bytes: of the largest message that is summed in one exchange, if the GPUs can.
+            exchange: the kernel that sums small messages, if the GPUs can; None: NCCL sums all.
+            one_shot_bytes: of the largest of them.
 
         Raises:
             ValueError: if this torch cannot.
@@ -96,8 +103,9 @@ class RankGroup:
         for num_bytes in FIRST_MESSAGES:
             message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
             self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
-        if one_shot_bytes:
-            self._connect_one_shot(dist.PrefixStore("one shot", store), device, one_shot_bytes)
+        if exchange is not None:
+            apart = dist.PrefixStore("one shot", store)
+            self._connect_one_shot(exchange, apart, device, one_shot_bytes)
             message = torch.zeros((1, one_shot_bytes // dtype.itemsize), dtype=dtype, device=device)
             self.sum(message)
         torch.cuda.synchronize()
@@ -105,12 +113,16 @@ class RankGroup:
         if self.shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
 
-    def _connect_one_shot(self, store: dist.Store, device: str, num_bytes: int) -> None:
+    def _connect_one_shot(
+        self, kernel: Exchange, store: dist.Store, device: str, num_bytes: int
+    ) -> None:
         """Has small messages summed in one exchange, on all ranks or on none."""
         store.set_timeout(ONE_SHOT_TIMEOUT)
         made = list[OneShotSums]()
         problem = self._first_problem(
-            lambda: made.append(OneShotSums(self.shard, self._group, store, device, num_bytes))
+            lambda: made.append(
+                OneShotSums(kernel, self.shard, self._group, store, device, num_bytes)
+            )
         )
         # No rank waits in there for one that has failed before.
         problem = problem or self._first_problem(lambda: made[0].connect())

@@ -1,8 +1,8 @@
-"""Sums of small messages of GPUs in one exchange, over memory that all GPUs of the ranks read."""
+"""Sums of small messages of GPUs in one exchange, over memory that all GPUs of the ranks write."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,31 @@ from sglang.srt.shard import Shard
 
 ONE_SHOT_BYTES = 1 << 19  # of the largest message; no run on several GPUs has decided it yet
 NAME: Any = "one shot"  # a `GroupName`
-DTYPES = (torch.bfloat16, torch.float32)  # that the kernel adds
-ALIGNMENT = 16  # bytes that a thread of the kernel reads and writes at once
+ALIGNMENT = 16  # bytes, of a message and its place in memory
+
+
+class Exchange(Protocol):
+    """The kernel, see `layers/ops/rank_exchange.py`."""
+
+    TYPES: Any
+
+    def buffer_bytes(self, num_bytes: int, num_ranks: int) -> int: ...
+
+    def num_epochs(self, num_bytes: int) -> int: ...
+
+    def exchange(
+        self,
+        x: torch.Tensor,
+        epochs: torch.Tensor,
+        buffers: torch.Tensor,
+        num_bytes: int,
+        shard: Shard,
+    ) -> None: ...
 
 
 class OneShotSums:
-    """Torch's one-shot all-reduce: every rank reads the message of each, and adds them up in the
-    order of ranks, so the sum has the same bits everywhere. Calls must follow each other in one
-    stream; a CUDA graph can contain them. One per process.
-
-    The message is copied to the shared memory first, by a kernel of its own: torch's kernel that
-    also copies lets another rank read before all threads of a block have written.
+    """Sums whose bits are the same on all ranks. Calls must follow each other in one stream; a CUDA
+    graph can contain them. One per process.
 
     Args:
         gloo: a group of the same ranks. Torch finds ranks by a named group with any backend.
@@ -34,38 +48,51 @@ class OneShotSums:
     """
 
     def __init__(
-        self, shard: Shard, gloo: Any, store: dist.Store, device: str, num_bytes: int
+        self,
+        kernel: Exchange,
+        shard: Shard,
+        gloo: Any,
+        store: dist.Store,
+        device: str,
+        num_bytes: int,
     ) -> None:
+        self._kernel, self._shard, self._num_bytes = kernel, shard, num_bytes
         self._group: Any = dist.ProcessGroup(store, shard.rank, shard.num_ranks)
         backend = dist.ProcessGroup.BackendType.GLOO
         self._group._register_backend(torch.device("cpu"), backend, gloo)
         self._group._set_group_name(NAME)
         _register_process_group(NAME, self._group)  # keeps no reference
         place = torch.empty(0, device=device).device  # with its index
-        self._shared = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, place)
+        size = (kernel.buffer_bytes(num_bytes, shard.num_ranks),)
+        self._buffer = _SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, place)
+        self._buffer.zero_()
+        self._epochs = torch.zeros(kernel.num_epochs(num_bytes), dtype=torch.int32, device=place)
+        self._buffers = torch.zeros(shard.num_ranks, dtype=torch.int64, device=place)
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)  # others may write once they know where
 
     def connect(self) -> None:
-        """Lets the ranks read each other's memory, once all have made theirs; waits for them as
-        long as the store waits.
+        """Lets the ranks write into each other's memory, once all have made theirs; waits for them
+        as long as the store waits.
 
         Raises:
             RuntimeError: if the GPUs cannot, or another rank does not come.
         """
-        _SymmetricMemory.rendezvous(self._shared, NAME)
+        self._memory = _SymmetricMemory.rendezvous(self._buffer, NAME)  # as long as it is written
+        addresses = self._memory.buffer_ptrs
+        offset = self._buffer.data_ptr() - addresses[self._shard.rank]
+        self._buffers.copy_(torch.tensor([address + offset for address in addresses]))
 
     def takes(self, x: torch.Tensor) -> bool:
         """Tells whether it can sum x, whose shape, type and place in memory are those of all."""
         return (
-            x.device == self._shared.device
-            and x.dtype in DTYPES
-            and x.nbytes <= self._shared.nbytes
+            x.device == self._buffer.device
+            and x.dtype in self._kernel.TYPES
+            and x.nbytes <= self._num_bytes
             and x.nbytes % ALIGNMENT == 0
             and x.storage_offset() * x.element_size() % ALIGNMENT == 0
         )
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Overwrites x, which is contiguous, with the sum of all ranks'."""
-        flat = x.view(-1)
-        shared = self._shared[: x.nbytes].view(x.dtype)
-        shared.copy_(flat)
-        torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", NAME, flat)
+        self._kernel.exchange(x, self._epochs, self._buffers, self._num_bytes, self._shard)

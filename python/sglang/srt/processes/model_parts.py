@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
 from sglang.srt.distributed.group import RankGroup, RankLostError
-from sglang.srt.distributed.one_shot import ONE_SHOT_BYTES
 from sglang.srt.environ import Environ
 from sglang.srt.messages.ipc import IpcAddresses
 from sglang.srt.model_config import ModelConfig, load_model_config
@@ -36,6 +36,7 @@ from sglang.srt.workers.tp_worker import TpModelWorker
 
 logger = logging.getLogger(__name__)
 
+EXCHANGE = "sglang.srt.layers.ops.rank_exchange"  # needs Triton
 LAST_WORDS_S = 2.0  # the launcher looks several times meanwhile
 
 
@@ -103,8 +104,8 @@ def make_model_parts(
         if ranks is not None:
             with start_phase("Connecting the GPUs of all ranks"):
                 execution = config.execution
-                one_shot = ONE_SHOT_BYTES if environ.one_shot_sums else 0
-                ranks.connect_gpus(execution.device, getattr(torch, execution.dtype), one_shot)
+                exchange = import_module(EXCHANGE) if environ.one_shot_sums else None
+                ranks.connect_gpus(execution.device, getattr(torch, execution.dtype), exchange)
     runners = make_runners(config.execution, *draft_models, ranks=ranks)
     prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace if is_first else None
