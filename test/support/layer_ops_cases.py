@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from interpreted import asked
-from sglang.srt.layers.layer_runtime import LayerOps
+from sglang.srt.layers.layer_runtime import HeadNorms, LayerOps
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import rotation_table
 from sglang.srt.layers.scaled_weight import CODES, scaled
@@ -76,12 +76,19 @@ def activation_case(num_rows: int, size: int) -> Case:
 
 
 def rotation_case(
-    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, by_token: bool = False
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    by_token: bool = False,
+    has_norms: bool = False,
 ) -> Case:
-    """Every slot that is not named must keep its content.
+    """Every slot that is not named must keep its content. Normalized heads are those of
+    `add_rms_norm`, rounded.
 
     Args:
         by_token: the rotation has a row for each token.
+        has_norms: queries and keys are normalized first.
     """
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
@@ -93,13 +100,21 @@ def rotation_case(
         positions = torch.randint(0, 512, (num_tokens,), generator=generator).to(device)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens].to(device)
         expected_kv = kv.double()
-        rotation = ORACLE.rotation(table, positions)
-        expected = ORACLE.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
+        rotation, parts = ORACLE.rotation(table, positions), heads
+        norms = None
+        if has_norms:
+            q_weight, k_weight = (_values(generator, device, dtype, head_dim) for _ in range(2))
+            norms = HeadNorms(q_weight, k_weight, 0.1)
+            q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            q, _ = ORACLE.add_rms_norm(q.float(), None, q_weight.float(), norms.eps)
+            k, _ = ORACLE.add_rms_norm(k.float(), None, k_weight.float(), norms.eps)
+            parts = torch.cat((q.to(dtype), k.to(dtype), v), dim=1)
+        expected = ORACLE.rotate_and_store(parts.double(), rotation, positions, expected_kv, slots)
         if by_token:
-            q = ops.rotate_and_store(heads, table[positions], None, kv, slots)
+            q = ops.rotate_and_store(heads, table[positions], None, kv, slots, norms)
         else:
             rotation = ops.rotation(table, positions)
-            q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
+            q = ops.rotate_and_store(heads, rotation, positions, kv, slots, norms)
         return max(_worst(q, expected, dtype), _worst(kv, expected_kv, dtype))
 
     return run
@@ -203,6 +218,10 @@ CASES: dict[str, Case] = {
     "rotation, a head each": rotation_case(3, 2, 2, 64),
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
     "rotation, heads of 80": rotation_case(4, 4, 2, 80),
+    "rotation of normalized heads": rotation_case(7, 4, 2, 128, has_norms=True),
+    "rotation of normalized heads of 80": rotation_case(3, 16, 2, 80, has_norms=True),
+    "rotation of normalized keys alone": rotation_case(5, 0, 2, 64, has_norms=True),
+    "rotation of normalized heads by token": rotation_case(5, 3, 1, 64, True, has_norms=True),
     "product of one row": product_case(1, 64, 256),
     "product of no rows": product_case(0, 64, 256),
     "product of an odd size": product_case(3, 50, 70),

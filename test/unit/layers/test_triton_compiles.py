@@ -252,7 +252,7 @@ KERNELS = {
         ops._add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK": 4096}, num_warps=8
     ),
     "activation": Kernel(ops._silu_and_mul_kernel, {"BLOCK": 1024}),
-    "rotation": Kernel(
+    "rotation of normalized heads": Kernel(
         ops._rotate_and_store_kernel,
         {"NUM_KV_HEADS": 8, "GROUP": 4, "HALF": 64, "BLOCK_G": 8, "BLOCK_H": 64},
         num_warps=1,
@@ -266,7 +266,7 @@ KERNELS = {
             "HALF": 64,
             "BLOCK_G": 8,
             "BLOCK_H": 64,
-            "positions_ptr": None,
+            **dict.fromkeys(("positions_ptr", "q_norm_ptr", "k_norm_ptr")),
         },
         num_warps=1,
     ),
