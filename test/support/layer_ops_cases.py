@@ -103,7 +103,7 @@ def rotation_case(
         rotation, parts = ORACLE.rotation(table, positions), heads
         norms = None
         if has_norms:
-            q_weight, k_weight = (_values(generator, device, dtype, head_dim) for _ in range(2))
+            q_weight, k_weight = (_values(generator, device, dtype, head_dim) / 2 for _ in "qk")
             norms = HeadNorms(q_weight, k_weight, 0.1)
             q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
             q, _ = ORACLE.add_rms_norm(q.float(), None, q_weight.float(), norms.eps)
