@@ -60,3 +60,47 @@ def fp8_quality(results: list[Result]) -> str:
         for name, found in result["figures"].items()
     ]
     return table(["bundled model", "as it is", "`--quantization fp8`", "ratio"], rows)
+
+
+def expert_model(results: list[Result]) -> str:
+    """One line per batch of decode steps, and one for prompts."""
+    (result,) = results
+    rows = [
+        [
+            f"decode step, batch of {row['requests']}",
+            f"{row['ms']:.2f} ms",
+            f"{row['experts_used']:.1f} ({row['least_used']} to {row['most_used']})",
+            f"{row['read_ms']:.2f} ms",
+            f"{row['over_reading']:.2f}",
+            *_asked(row["over_reading"], row["at_most"], is_least=False),
+        ]
+        for row in result["decodes"]
+    ]
+    own, dense = result["prompts"]
+    rows.append(
+        [
+            f"prompt of {result['prompt_tokens']:,} tokens",
+            f"{own['ms']:.1f} ms, {own['tflop_s']:.0f} TFLOP/s",
+            "",
+            f"{dense['geometry']}: {dense['ms']:.1f} ms, {dense['tflop_s']:.0f} TFLOP/s",
+            f"{result['of_dense']:.2f}",
+            *_asked(result["of_dense"], result["at_least"], is_least=True),
+        ]
+    )
+    most = max(result["decodes"], key=lambda row: row["requests"])
+    head = ["", "time", "experts of a layer that a step uses", "beside", "ratio", "asked", ""]
+    return (
+        f"{table(head, rows)}\n"
+        f"`{result['geometry']}`; a step is beside the time of reading the weights of the experts"
+        f" that its routers chose, all others but the embedding, and KV, at"
+        f" {result['copy_tb_s']:g} TB/s; a prompt is beside a dense model's. An expert gets"
+        f" {most['mean_share']:.2%} of its layer's choices on average, with a batch of"
+        f" {most['requests']} it is {most['least_share']:.2%} to {most['largest_share']:.2%}.\n"
+    )
+
+
+def _asked(reached: float, asked: float | None, is_least: bool) -> list[str]:
+    """The two last cells of a line."""
+    if asked is None:
+        return ["", ""]
+    return [f"{'>=' if is_least else '<='} {asked:g}", verdict(reached, asked, is_least)]

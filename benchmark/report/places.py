@@ -129,6 +129,13 @@ TABLES = {
     "fp8_quality": Table(
         MODELS, "fp8_quality.json", document_tables.fp8_quality, has_provenance=True
     ),
+    "expert_model": Table(
+        MODELS,
+        "expert_model.json",
+        document_tables.expert_model,
+        has_provenance=True,
+        command="python -m benchmark.measure.expert_model",
+    ),
     "costly_requests": Table(
         RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),

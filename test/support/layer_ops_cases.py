@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from interpreted import asked
-from sglang.srt.layers.layer_runtime import LayerOps
+from sglang.srt.layers.layer_runtime import HeadNorms, LayerOps
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import rotation_table
 from sglang.srt.layers.scaled_weight import CODES, scaled
@@ -50,13 +50,10 @@ def _worst(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> f
     return worst if worst == worst else float("inf")
 
 
-def norm_case(shape: tuple[int, ...], has_residual: bool) -> Case:
-    """RMSNorm over the last dimension; of three dimensions every other head, as of queries."""
-
+def norm_case(shape: tuple[int, int], has_residual: bool) -> Case:
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         x = _values(generator, device, dtype, *shape)
-        x = x[:, ::2] if x.dim() == 3 else x
-        residual = _values(generator, device, dtype, *x.shape) if has_residual else None
+        residual = _values(generator, device, dtype, *shape) if has_residual else None
         weight = _values(generator, device, dtype, shape[-1])
         out, total = ops.add_rms_norm(x, residual, weight, 1e-5)
         rounded = (x if residual is None else x + residual).double()
@@ -76,12 +73,19 @@ def activation_case(num_rows: int, size: int) -> Case:
 
 
 def rotation_case(
-    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, by_token: bool = False
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    by_token: bool = False,
+    has_norms: bool = False,
 ) -> Case:
-    """Every slot that is not named must keep its content.
+    """Every slot that is not named must keep its content. Normalized heads are those of
+    `add_rms_norm`, rounded.
 
     Args:
         by_token: the rotation has a row for each token.
+        has_norms: queries and keys are normalized first.
     """
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
@@ -93,13 +97,21 @@ def rotation_case(
         positions = torch.randint(0, 512, (num_tokens,), generator=generator).to(device)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens].to(device)
         expected_kv = kv.double()
-        rotation = ORACLE.rotation(table, positions)
-        expected = ORACLE.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
+        rotation, parts = ORACLE.rotation(table, positions), heads
+        norms = None
+        if has_norms:
+            q_weight, k_weight = (_values(generator, device, dtype, head_dim) / 2 for _ in "qk")
+            norms = HeadNorms(q_weight, k_weight, 0.1)
+            q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            q, _ = ORACLE.add_rms_norm(q.float(), None, q_weight.float(), norms.eps)
+            k, _ = ORACLE.add_rms_norm(k.float(), None, k_weight.float(), norms.eps)
+            parts = torch.cat((q.to(dtype), k.to(dtype), v), dim=1)
+        expected = ORACLE.rotate_and_store(parts.double(), rotation, positions, expected_kv, slots)
         if by_token:
-            q = ops.rotate_and_store(heads, table[positions], None, kv, slots)
+            q = ops.rotate_and_store(heads, table[positions], None, kv, slots, norms)
         else:
             rotation = ops.rotation(table, positions)
-            q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
+            q = ops.rotate_and_store(heads, rotation, positions, kv, slots, norms)
         return max(_worst(q, expected, dtype), _worst(kv, expected_kv, dtype))
 
     return run
@@ -191,7 +203,6 @@ CASES: dict[str, Case] = {
     "norm of a sum": norm_case((5, 256), True),
     "norm of no rows": norm_case((0, 256), True),
     "norm of an odd size": norm_case((3, 80), True),
-    "norm of heads": norm_case((3, 8, 64), False),
     "norm of a large size": norm_case((2, 4096), True),
     "activation": activation_case(3, 768),
     "activation of no rows": activation_case(0, 768),
@@ -203,7 +214,13 @@ CASES: dict[str, Case] = {
     "rotation, a head each": rotation_case(3, 2, 2, 64),
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
     "rotation, heads of 80": rotation_case(4, 4, 2, 80),
+    "rotation of normalized heads": rotation_case(7, 4, 2, 128, has_norms=True),
+    "rotation of normalized heads of 80": rotation_case(3, 16, 2, 80, has_norms=True),
+    "rotation of normalized keys alone": rotation_case(5, 0, 2, 64, has_norms=True),
+    "rotation of normalized heads by token": rotation_case(5, 3, 1, 64, True, has_norms=True),
     "product of one row": product_case(1, 64, 256),
+    "product of one row over many columns": product_case(1, 132, 4096),
+    "product of one row over columns by 512": product_case(1, 64, 1536),
     "product of no rows": product_case(0, 64, 256),
     "product of an odd size": product_case(3, 50, 70),
     "product of 16 rows": product_case(16, 6144, 512),

@@ -30,6 +30,7 @@ from sglang.srt.layers.attention.triton_ops import (
 )
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import experts_kernels as experts
+from sglang.srt.layers.ops import one_row
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.layers.ops.expert_products import ExpertTiles
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -252,7 +253,7 @@ KERNELS = {
         ops._add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK": 4096}, num_warps=8
     ),
     "activation": Kernel(ops._silu_and_mul_kernel, {"BLOCK": 1024}),
-    "rotation": Kernel(
+    "rotation of normalized heads": Kernel(
         ops._rotate_and_store_kernel,
         {"NUM_KV_HEADS": 8, "GROUP": 4, "HALF": 64, "BLOCK_G": 8, "BLOCK_H": 64},
         num_warps=1,
@@ -266,10 +267,11 @@ KERNELS = {
             "HALF": 64,
             "BLOCK_G": 8,
             "BLOCK_H": 64,
-            "positions_ptr": None,
+            **dict.fromkeys(("positions_ptr", "q_norm_ptr", "k_norm_ptr")),
         },
         num_warps=1,
     ),
+    "one row": Kernel(one_row.one_row_kernel, {"BLOCK_N": 4, "BLOCK_K": 2048}),
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),

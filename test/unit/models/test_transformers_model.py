@@ -41,6 +41,7 @@ from ngram_serving import ngram_config
 from sglang.srt import model_config
 from sglang.srt.layers.forward_batch import dummy_step
 from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -300,6 +301,40 @@ def test_a_rotation_whose_result_is_changed_before_attention_stays(is_changed: b
     q, k = module(torch.ones(1, 2, 3, 8), torch.ones(1, 3, 8))
     rotations.note(5, q * 2 if is_changed else q, k)
     assert rotations.layers == (set() if is_changed else {5})
+
+
+class Normalizing(torch.nn.Module):
+    def __init__(self, norm: StepNorm, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.change = norm, change
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = self.norm(x).transpose(1, 2), self.norm(x).transpose(1, 2)
+        return rotate(self.change(q), k, angles, angles)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_left"),
+    [
+        (lambda heads: heads, True),
+        (lambda heads: heads * 2, False),
+        (lambda heads: heads[:, :1], False),
+        (lambda heads: heads.flip(1), False),
+    ],
+    ids=["none", "scaled", "others", "turned"],
+)
+def test_norms_of_heads_stay_if_their_results_are_changed_before_the_rotation(
+    change: Callable[[torch.Tensor], torch.Tensor], is_left: bool
+) -> None:
+    step = CurrentStep()
+    rotations, norm = StepRotations(step), StepNorm(torch.nn.RMSNorm(8), 1e-5, step)
+    module = Normalizing(norm, change)
+    rotations.exchange_in(module, 5)
+    q, k = module(torch.ones(1, 3, 2, 8), torch.ones(1, 3, 8))
+    rotations.note(5, q, k)
+    assert (norm.is_left, rotations.layers) == (is_left, {5})
+    norms = rotations.norms_of(5)
+    assert norms == (HeadNorms(norm.weight, norm.weight, 1e-5) if is_left else None)
 
 
 # --- what goes by the contract of models ---------------------------------------------------------

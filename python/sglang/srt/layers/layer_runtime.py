@@ -3,7 +3,7 @@ operations between them. Models are written in these calls; implementations diff
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -11,6 +11,18 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, single_rows
 from sglang.srt.layers.scaled_weight import ScaledWeight
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+
+class HeadNorms(NamedTuple):
+    """Root mean square normalization of each head, as `LayerOps.add_rms_norm` computes it.
+
+    Attributes:
+        queries, keys: weights [head_dim].
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    eps: float
 
 
 class LayerOps(Protocol):
@@ -86,8 +98,10 @@ class LayerOps(Protocol):
         positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """Rotates queries and keys, and writes keys and values into the pool.
+        """Normalizes queries and keys if there are norms, rotates them, and writes keys and values
+        into the pool.
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v.
@@ -161,7 +175,12 @@ class LayerRuntime:
         return self._ops.rotation(table, self._positions)
 
     def attend(
-        self, layer: int, heads: torch.Tensor, rotation: torch.Tensor, by_token: bool = False
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        rotation: torch.Tensor,
+        norms: HeadNorms | None = None,
+        by_token: bool = False,
     ) -> torch.Tensor:
         """Attention of a layer, causal but in blocks, over the KV of each request and this step.
 
@@ -169,12 +188,13 @@ class LayerRuntime:
             layer: index of the layer.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v, not rotated.
             rotation: of this step.
+            norms: of queries and keys before they are rotated.
             by_token: the rotation has a row for each token, see `LayerOps.rotate_and_store`.
 
         Returns:
             [T, num_heads * head_dim].
         """
-        q = self._rotated(layer, heads, rotation, by_token)
+        q = self._rotated(layer, heads, rotation, norms, by_token)
         if self._num_folded == 1:
             return self._backend.forward(layer, q)
         num_kv_heads, (num_rows, _, head_dim) = self._kv_pool.kv[layer].shape[1] // 2, q.shape
@@ -183,18 +203,29 @@ class LayerRuntime:
         out = self._backend.forward(layer, folded)
         return out.view(shape[0], num_kv_heads, shape[1], -1).transpose(1, 2).reshape(num_rows, -1)
 
-    def store(self, layer: int, keys_values: torch.Tensor, rotation: torch.Tensor) -> None:
+    def store(
+        self,
+        layer: int,
+        keys_values: torch.Tensor,
+        rotation: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> None:
         """Stores K and V of a layer and attends nothing.
 
         Args:
             keys_values: [T, 2 * num_kv_heads, head_dim]: k, v, not rotated.
         """
-        self._rotated(layer, keys_values, rotation)
+        self._rotated(layer, keys_values, rotation, norms)
 
     def _rotated(
-        self, layer: int, heads: torch.Tensor, rotation: torch.Tensor, by_token: bool = False
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        rotation: torch.Tensor,
+        norms: HeadNorms | None,
+        by_token: bool = False,
     ) -> torch.Tensor:
         """Stores K and V; returns rotated queries."""
         positions = None if by_token else self._positions
         kv = self._kv_pool.kv[layer]
-        return self._ops.rotate_and_store(heads, rotation, positions, kv, self._slots)
+        return self._ops.rotate_and_store(heads, rotation, positions, kv, self._slots, norms)

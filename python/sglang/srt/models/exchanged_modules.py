@@ -31,12 +31,14 @@ class CurrentStep:
         runtime: None while there is no step: modules then compute in plain torch.
         wanted: [S] int64, the only rows whose output is read; None: all are.
         output: of the layer that ran last.
+        normed: norms without a runtime since the last call of attention, and their results.
     """
 
     def __init__(self) -> None:
         self.runtime: LayerRuntime | None = None
         self.wanted: torch.Tensor | None = None
         self.output: LayerOutput | None = None
+        self.normed = list[tuple[StepNorm, torch.Tensor]]()
 
 
 class LayerOutput(NamedTuple):
@@ -95,6 +97,9 @@ class StepLinear(Linear):
 class StepNorm(nn.Module):
     """An RMSNorm over the last dimension.
 
+    Attributes:
+        is_left: to attention; see `StepRotations`.
+
     Args:
         cut: the part of its features that this rank has, of inputs, outputs and weight; None: all.
     """
@@ -105,7 +110,7 @@ class StepNorm(nn.Module):
         super().__init__()
         weight = replaced.get_parameter("weight")
         self.weight = weight
-        self.eps, self.cut = eps, cut
+        self.eps, self.cut, self.is_left = eps, cut, False
         self._step = step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +121,11 @@ class StepNorm(nn.Module):
             elif output.normed is not None and output.next_norm[0] is self:
                 return output.normed
         if runtime is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            self._step.normed.append((self, normed))
+            return normed
+        if self.is_left:
+            return x
         if self.cut is not None:
             wide = x.to(torch.float32)
             squares = runtime.ranks.sum(wide.square().sum(-1, keepdim=True))

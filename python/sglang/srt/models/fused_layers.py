@@ -1,5 +1,5 @@
 """Layers and rotations of transformers' code that fused operations take the place of: the add of a
-layer with the norm after it, and the rotation with the write of K and V.
+layer with the norm after it, and the norms of heads with their rotation and the write of K and V.
 
 As in `exchanged_modules.py`, what code computes is found out by running it on small tensors; the
 first run, on the meta device, shows which tensor reaches which module.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.models.exchanged_modules import (
     WRONG_CODE,
     CurrentStep,
@@ -82,16 +83,20 @@ class StepLayer(nn.Module):
 
 class StepRotations:
     """Leaves the rotation of queries and keys to the operation that stores K and V, in layers where
-    attention gets just what the rotation has returned.
+    attention gets just what the rotation has returned. The norms of their heads are left to it too
+    if the rotation gets just what these have returned.
 
     Attributes:
         layers: those.
+        norms: of queries and of keys in layers where they are left.
     """
 
     def __init__(self, step: CurrentStep) -> None:
         self._step = step
         self.layers = set[int]()
+        self.norms = dict[int, tuple[StepNorm, StepNorm]]()
         self._returned: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._normed_by: tuple[StepNorm | None, StepNorm | None] = (None, None)
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
         self._made = list[tuple[torch.Tensor | None, torch.Tensor]]()
 
@@ -124,20 +129,44 @@ class StepRotations:
         if self._step.runtime is not None and layer in self.layers:
             self._angles = cos, sin
             return q, k
+        self._normed_by = self._norm_of(q), self._norm_of(k)
         q, k = rotate(q, k, cos, sin, *more, **named)
         is_whole = not more and not named and cos.shape[-1] == q.shape[-1]
         self._returned = (q, k) if is_whole and cos.shape[0] == 1 else None
         return q, k
 
+    def _norm_of(self, heads: torch.Tensor) -> StepNorm | None:
+        """Returns the norm of the first run whose result heads [1, num_heads, T, head_dim] are."""
+        for norm, normed in self._step.normed:
+            if normed.dim() != 4 or norm.cut is not None:
+                continue
+            turned = normed.transpose(1, 2)
+            is_turned = (heads.shape, heads.stride()) == (turned.shape, turned.stride())
+            if heads is normed or (heads._base is normed and is_turned):
+                return norm
+        return None
+
     def note(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
         """Notes in the first run what attention of a layer gets."""
         if self._returned is not None and q is self._returned[0] and k is self._returned[1]:
             self.layers.add(layer)
+            of_q, of_k = self._normed_by
+            if of_q is not None and of_k is not None and of_q.eps == of_k.eps:
+                self.norms[layer] = of_q, of_k
+                of_q.is_left = of_k.is_left = True
         self._returned = None
+        self._step.normed.clear()
 
     def forget(self) -> None:
         """Forgets the rotations of a step."""
         self._made, self._angles = [], None
+
+    def norms_of(self, layer: int) -> HeadNorms | None:
+        """Returns the norms that a layer leaves."""
+        if layer not in self.norms:
+            return None
+        of_q, of_k = self.norms[layer]
+        return HeadNorms(of_q.weight, of_k.weight, of_q.eps)
 
     def take(self, q: torch.Tensor) -> torch.Tensor:
         """Returns what is left to do of the rotation of q [1, num_heads, T, head_dim], for each

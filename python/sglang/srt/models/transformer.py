@@ -10,7 +10,7 @@ from torch import nn
 from sglang.srt.head_layouts import NATIVE_NAMES
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import HeadNorms, LayerRuntime
 from sglang.srt.layers.linear import Embedding, FusedLinear, SumLinear, VocabLinear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
@@ -68,8 +68,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         shard, self.head_dim = config.shard, config.head_dim
-        self.num_heads = shard.part(config.num_heads)
-        self.num_kv_heads = shard.part(config.num_kv_heads)
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.qkv_proj = FusedLinear(
             input_size or config.hidden_size,
@@ -94,22 +92,18 @@ class Attention(nn.Module):
         """x [T, input_size] gives [T, hidden_size], or [S, hidden_size] of the rows `wanted` [S]
         int64 alone."""
         heads = self.qkv_proj(x, runtime).view(x.shape[0], -1, self.head_dim)
-        if self.has_qk_norm:
-            q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-            q, _ = self.q_norm(q, None, runtime)
-            k, _ = self.k_norm(k, None, runtime)
-            heads = torch.cat((q, k, v), dim=1)
-        attended = runtime.attend(self.layer, heads, rotation)
+        attended = runtime.attend(self.layer, heads, rotation, self._norms())
         return self.o_proj(attended if wanted is None else attended[wanted], runtime)
 
     def store(self, x: torch.Tensor, rotation: torch.Tensor, runtime: LayerRuntime) -> None:
         """Stores K and V of x [T, input_size], and attends nothing."""
         heads = self.qkv_proj.without_first(x, runtime).view(x.shape[0], -1, self.head_dim)
-        if self.has_qk_norm:
-            k, v = heads.split((self.num_kv_heads, self.num_kv_heads), dim=1)
-            k, _ = self.k_norm(k, None, runtime)
-            heads = torch.cat((k, v), dim=1)
-        runtime.store(self.layer, heads, rotation)
+        runtime.store(self.layer, heads, rotation, self._norms())
+
+    def _norms(self) -> HeadNorms | None:
+        if not self.has_qk_norm:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class GatedMLP(nn.Module):

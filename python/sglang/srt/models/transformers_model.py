@@ -77,7 +77,8 @@ class TransformersStep(CurrentStep):
             self.rotations.note(layer, q, k)
             return q.transpose(1, 2)
         rotation = self.rotations.take(q)
-        attended = self.runtime.attend(layer, _side_by_side(q, k, v), rotation, by_token=True)
+        qkv, norms = _side_by_side(q, k, v), self.rotations.norms_of(layer)
+        attended = self.runtime.attend(layer, qkv, rotation, norms, by_token=True)
         return attended.view(1, q.shape[2], q.shape[1], -1)
 
     def begin(self, runtime: LayerRuntime, wanted: torch.Tensor | None, has_taps: bool) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ class ExpertTiles:
     down: Tile
 
     @classmethod
+    @cache
     def choose(
         cls, num_pairs: int, num_experts: int, item_bytes: int, shared_bytes: int
     ) -> ExpertTiles:

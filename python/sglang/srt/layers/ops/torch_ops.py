@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.chosen_experts import choose_experts, sum_of_chosen
 from sglang.srt.layers.scaled_weight import ScaledWeight
 
@@ -70,9 +71,15 @@ class TorchOps:
         positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         num_kv_heads = kv.shape[1] // 2
         qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+        if norms is not None:
+            q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+            q, _ = self.add_rms_norm(q, None, norms.queries, norms.eps)
+            k, _ = self.add_rms_norm(k, None, norms.keys, norms.eps)
+            qk = torch.cat((q, k), dim=1)
         cos, sin = rotation.to(heads.dtype).unsqueeze(2).unbind(1)
         swapped = qk.roll(qk.shape[-1] // 2, dims=-1)
         rotated = torch.addcmul(qk * cos, swapped, sin)

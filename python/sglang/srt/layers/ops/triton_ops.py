@@ -15,8 +15,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.activation import silu_times
 from sglang.srt.layers.ops.expert_products import ExpertTiles, compute_experts
+from sglang.srt.layers.ops.one_row import product_of_one_row
 from sglang.srt.layers.scaled_weight import CODES, LARGEST, ScaledWeight
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
@@ -79,14 +81,23 @@ def _round_rows_kernel(
     tl.store(scales_ptr + row, scale)
 
 
+@triton.jit
+def _norm_weights(q_norm_ptr, k_norm_ptr, is_key, dim, exists):
+    """The weights of some dimensions of each head."""
+    of_query = tl.load(q_norm_ptr + dim, mask=exists, other=0.0).to(tl.float32)
+    of_key = tl.load(k_norm_ptr + dim, mask=exists, other=0.0).to(tl.float32)
+    return tl.where(is_key, of_key[None, :], of_query[None, :])
+
+
 @triton.jit(do_not_specialize=["early"])
 def _rotate_and_store_kernel(
-    heads_ptr, table_ptr, positions_ptr, kv_ptr, slots_ptr, q_ptr,
-    token_stride, head_stride, kv_slot,
+    heads_ptr, table_ptr, positions_ptr, kv_ptr, slots_ptr, q_ptr, q_norm_ptr, k_norm_ptr,
+    token_stride, head_stride, kv_slot, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (tokens, KV heads): a KV head with the query heads that share it. `HALF` of head_dim."""
+    """Grid (tokens, KV heads): a KV head with the query heads that share it. `HALF` of head_dim.
+    `q_norm_ptr`: heads are normalized before they are rotated."""
     begin(PDL, early)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -106,6 +117,14 @@ def _rotate_and_store_kernel(
     mask = (row <= GROUP)[:, None] & exists[None, :]
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if q_norm_ptr is not None:
+        squares = tl.sum(first * first + second * second, 1) / (2 * HALF)
+        scale = tl.rsqrt(squares + eps)[:, None]
+        is_key = (row == GROUP)[:, None]
+        weight = _norm_weights(q_norm_ptr, k_norm_ptr, is_key, dim, exists)
+        second_weight = _norm_weights(q_norm_ptr, k_norm_ptr, is_key, HALF + dim, exists)
+        first = (first * scale * weight).to(q_ptr.dtype.element_ty).to(tl.float32)
+        second = (second * scale * second_weight).to(q_ptr.dtype.element_ty).to(tl.float32)
     turned = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
     turned_second = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
 
@@ -261,6 +280,8 @@ class TritonOps:
         """None where cuBLAS is to compute the product."""
         if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
             return None
+        if not is_gated and (found := product_of_one_row(x, weight, self._launch)) is not None:
+            return found
         num_features, in_features = weight.shape
         shape = _FewRows.choose(x.shape[0], num_features, in_features, self._shared_bytes, is_gated)
         if shape is None:
@@ -299,16 +320,15 @@ class TritonOps:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = weight.shape[0]
-        x = x.contiguous()
+        (num_rows, size), x = x.shape, x.contiguous()
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        if x.numel() == 0:
+        if num_rows == 0:
             return out, total
-        _add_rms_norm_kernel[(x.numel() // size,)](
+        _add_rms_norm_kernel[(num_rows,)](
             x, residual, weight, out, total, size, eps,
             HAS_RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(size),
-            num_warps=8 if size > 1024 else 4, **self._launch(x.numel() // size),
+            num_warps=8 if size > 1024 else 4, **self._launch(num_rows),
         )  # fmt: skip
         return out, total
 
@@ -329,6 +349,7 @@ class TritonOps:
         positions: torch.Tensor | None,
         kv: torch.Tensor,
         slots: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         num_tokens, _, head_dim = heads.shape
         num_kv_heads = kv.shape[1] // 2
@@ -336,9 +357,10 @@ class TritonOps:
         assert heads.stride(2) == 1
         assert kv.is_contiguous()
         q = heads.new_empty((num_tokens, num_kv_heads * group, head_dim))
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
         _rotate_and_store_kernel[(num_tokens, num_kv_heads)](
-            heads, rotation, positions, kv, slots, q,
-            heads.stride(0), heads.stride(1), kv.stride(0),
+            heads, rotation, positions, kv, slots, q, q_norm, k_norm,
+            heads.stride(0), heads.stride(1), kv.stride(0), eps,
             NUM_KV_HEADS=num_kv_heads, GROUP=group, HALF=head_dim // 2,
             BLOCK_G=triton.next_power_of_2(group + 1),
             BLOCK_H=triton.next_power_of_2(head_dim // 2), num_warps=1,

@@ -1,0 +1,330 @@
+"""Measures steps of a whole mixture of experts beside the time of reading what they need.
+
+Random weights in a large geometry, greedy. Decode steps of one static batch follow each other as in
+the server. Then the same batch runs again without graphs, and the experts that the routers choose
+are counted: a step needs the weights of those, all other weights but the embedding, and the KV of
+its requests. The time of a prompt of 4,096 tokens stands beside that of a dense model, each the
+median of several, in a process of its own. `--device cpu` tries the command with tiny models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmark.command import make_parser, store
+from benchmark.engine_load import random_prompts
+from benchmark.environment import describe_environment
+from benchmark.measure.expert_times import COPY_BYTES_PER_S
+from benchmark.measure.kernel_times import flop
+from benchmark.measure.long_prompts import CONTEXT_LEN, DECODE_INPUT_LEN
+from benchmark.random_model import GEOMETRIES, ExpertGeometry, random_model
+from sglang.bench_one_batch import OneBatch
+from sglang.srt.garbage import keep_out_of_collections
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.models.sparse_mlp import SparseMLP
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+MOST_OVER_READING = {1: 1.7, 32: 1.3, 128: 1.3}  # by requests of a batch
+LEAST_OF_DENSE = 0.6  # of its operations per second in prompts
+PROMPT_TOKENS, PROMPT_REPEATS = 4096, 5
+WARM_STEPS, STEPS, ROUNDS = 8, 32, 3
+
+
+@dataclass
+class Choices:
+    """Experts that the routers of a model choose, step by step.
+
+    Attributes:
+        num_used: of each step and layer, how many experts have a row.
+        uses: [num_layers, num_experts], how many rows each expert has had.
+    """
+
+    num_chosen: int
+    uses: torch.Tensor
+    num_used: list[int] = field(default_factory=list)
+
+    def add(self, layer: int, scores: torch.Tensor) -> None:
+        """Counts what scores [T, num_experts] of one layer choose, of equal ones the first."""
+        best = scores.float().sort(dim=-1, descending=True, stable=True).indices
+        counts = best[:, : self.num_chosen].flatten().bincount(minlength=scores.shape[1]).cpu()
+        self.uses[layer] += counts
+        self.num_used.append(int(counts.count_nonzero()))
+
+    def shares(self) -> dict[str, float]:
+        """The shares of a layer's choices that its experts get: the mean, least and largest, over
+        all layers."""
+        shares = self.uses / self.uses.sum(1, keepdim=True)
+        return {
+            "mean_share": shares.mean().item(),
+            "least_share": shares.min().item(),
+            "largest_share": shares.max().item(),
+        }
+
+    @contextmanager
+    def counting(self, model: nn.Module) -> Iterator[None]:
+        """Counts the choices of all layers in this block."""
+        with ExitStack() as hooks:
+            for index, layer in enumerate(expert_layers(model)):
+
+                def note(_: nn.Module, __: Any, scores: torch.Tensor, index: int = index) -> None:
+                    self.add(index, scores)
+
+                hooks.callback(layer.gate.register_forward_hook(note).remove)
+            yield
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a step reads of a model.
+
+    Attributes:
+        expert: of an expert of one layer.
+        rest: of all weights but experts and the embedding.
+        kv_token: of K and V of a token.
+    """
+
+    expert: int
+    rest: int
+    kv_token: int
+    num_expert_layers: int
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> ModelBytes:
+        """Reads the sizes of what the runner holds."""
+        held = {name: each.nbytes for name, each in runner.model.named_parameters()}
+        layers = expert_layers(runner.model)
+        experts = sum(size for name, size in held.items() if ".experts." in name)
+        embedding = sum(size for name, size in held.items() if "embed_tokens" in name)
+        return cls(
+            experts // sum(len(layer.experts.down_proj) for layer in layers),
+            sum(held.values()) - experts - embedding,
+            sum(kv[0].nbytes for kv in runner.kv_pool.kv),
+            len(layers),
+        )
+
+    def of_step(self, num_used: float, kv_tokens: float) -> dict[str, float]:
+        """Bytes that a step reads whose layers use so many experts, and their sum."""
+        parts = {
+            "experts_bytes": self.num_expert_layers * self.expert * num_used,
+            "rest_bytes": float(self.rest),
+            "kv_bytes": self.kv_token * kv_tokens,
+        }
+        return parts | {"step_bytes": sum(parts.values())}
+
+
+class Running:
+    """A model with random weights, without processes, as the server runs it."""
+
+    def __init__(self, geometry: str, device: str, most_requests: int) -> None:
+        self._has_gpu = torch.cuda.is_available() and device != "cpu"
+        with random_model(geometry, CONTEXT_LEN) as folder:
+            args = ServerArgs(
+                model_path=folder,
+                load_format="dummy",
+                device=device,
+                disable_radix_cache=True,
+                max_running_requests=max(ServerArgs.max_running_requests, most_requests),
+                log_level="error",
+            )
+            self._runners: list[ModelRunner] = []
+
+            def make(runners: RunnerGroup, *more: Any) -> Any:
+                self._runners.append(runners.target)
+                return make_worker(runners, *more)
+
+            self.batch = OneBatch(args, make)
+        keep_out_of_collections()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner of the model."""
+        return self._runners[0]
+
+    def decode(self, size: int, num_steps: int, work: Callable[[Callable[[], None]], None]) -> None:
+        """Gives `work` a function that runs one step of a batch of `size` requests, each of which
+        then has DECODE_INPUT_LEN tokens and WARM_STEPS more."""
+        prompts = random_prompts(size, DECODE_INPUT_LEN, self.batch.vocab_size, size)
+        params = SamplingParams(
+            temperature=0.0, max_new_tokens=num_steps + 2 * WARM_STEPS, ignore_eos=True
+        )
+        with self.batch.overlapping_steps(prompts, params) as step:
+            while not all(self.batch.outputs.values()):
+                step()
+            for _ in range(WARM_STEPS):
+                step()
+            self.synchronize()
+            work(step)
+
+    def synchronize(self) -> None:
+        """Waits until nothing runs."""
+        if self._has_gpu:
+            torch.cuda.synchronize()
+
+    def step_ms(self, size: int) -> tuple[list[float], dict[int, list[int]]]:
+        """Milliseconds of a step, of each of ROUNDS, and the tokens."""
+        found: list[float] = []
+
+        def measure(step: Callable[[], None]) -> None:
+            for _ in range(ROUNDS):
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                self.synchronize()
+                found.append((time.perf_counter() - start) / STEPS * 1e3)
+
+        self.decode(size, ROUNDS * STEPS, measure)
+        return found, by_place(self.batch.outputs)
+
+    def count(self, size: int, sizes: ExpertGeometry) -> tuple[Choices, dict[int, list[int]]]:
+        """The choices of the middle round of the same steps, and the tokens."""
+        num_layers = len(expert_layers(self.runner.model))
+        choices = Choices(sizes.num_chosen, torch.zeros(num_layers, sizes.num_experts))
+
+        def count(step: Callable[[], None]) -> None:
+            for _ in range(ROUNDS // 2 * STEPS):
+                step()
+            with choices.counting(self.runner.model):
+                for _ in range(STEPS):
+                    step()
+
+        self.decode(size, ROUNDS * STEPS, count)
+        return choices, by_place(self.batch.outputs)
+
+    def prompt_ms(self, num_tokens: int) -> list[float]:
+        """Milliseconds of prompts, other ones each time, until their first new token."""
+        walls = [
+            self.batch.wall_s(random_prompts(1, num_tokens, self.batch.vocab_size, seed), 1) * 1e3
+            for seed in range(PROMPT_REPEATS + 2)
+        ]
+        return walls[2:]  # two warm up
+
+
+def expert_layers(model: nn.Module) -> list[SparseMLP]:
+    """The layers with experts, in their order."""
+    return [module for module in model.modules() if isinstance(module, SparseMLP)]
+
+
+def by_place(outputs: dict[int, list[int]]) -> dict[int, list[int]]:
+    """The outputs of a batch by the place of their request."""
+    return {place: tokens[:] for place, tokens in enumerate(outputs.values())}
+
+
+def equal_share(one: dict[int, list[int]], other: dict[int, list[int]]) -> float:
+    """The share of tokens that stand in the same place of both."""
+    pairs = list(itertools.chain(*(zip(one[place], other[place], strict=True) for place in one)))
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def decode_row(
+    size: int, ms: list[float], choices: Choices, needed: ModelBytes, input_len: int
+) -> dict[str, Any]:
+    """The figures of decode steps of `size` requests.
+
+    Args:
+        ms: of a step, round by round.
+        input_len: tokens with KV of a request before the first of these steps.
+    """
+    used, value = statistics.mean(choices.num_used), statistics.median(ms)
+    kv_tokens = size * (input_len + (len(ms) * STEPS + 1) / 2)
+    parts = needed.of_step(used, kv_tokens)
+    read_ms = parts["step_bytes"] / COPY_BYTES_PER_S * 1e3
+    return {
+        "requests": size,
+        "ms": value,
+        "rounds_ms": ms,
+        "experts_used": used,
+        "least_used": min(choices.num_used),
+        "most_used": max(choices.num_used),
+        **choices.shares(),
+        **parts,
+        "read_ms": read_ms,
+        "over_reading": value / read_ms,
+        "at_most": MOST_OVER_READING.get(size),
+    }
+
+
+def measure_decodes(
+    running: Running, geometry: str, batch_sizes: list[int]
+) -> list[dict[str, Any]]:
+    """One row per batch size; graphs are gone afterwards."""
+    sizes = GEOMETRIES[geometry]
+    assert isinstance(sizes, ExpertGeometry)
+    needed = ModelBytes.of(running.runner)
+    timed = [(size, *running.step_ms(size)) for size in batch_sizes]
+    running.runner.drop_graphs()
+    rows = []
+    for size, ms, tokens in timed:
+        choices, again = running.count(size, sizes)
+        row = decode_row(size, ms, choices, needed, DECODE_INPUT_LEN + WARM_STEPS)
+        rows.append(row | {"equal_tokens": equal_share(tokens, again)})
+    return rows
+
+
+def measure(
+    geometry: str, device: str, num_tokens: int, batch_sizes: list[int]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The figures of prompts of a model, and of decode steps if there are batch sizes."""
+    running = Running(geometry, device, max(batch_sizes, default=1))
+    ms = running.prompt_ms(num_tokens)
+    tflop = sum(flop(GEOMETRIES[geometry], num_tokens).values()) / 1e12
+    value = statistics.median(ms)
+    prompt = {"geometry": geometry, "ms": value, "all_ms": ms, "tflop_s": tflop / value * 1e3}
+    return prompt, measure_decodes(running, geometry, batch_sizes) if batch_sizes else []
+
+
+def in_own_process(*arguments: Any) -> Any:
+    """Calls `measure` in a process that ends before the next one takes the GPU's memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, arguments)
+
+
+def main() -> None:
+    """Measures, prints, writes the result."""
+    parser = make_parser(__doc__, "expert_model")
+    add = parser.add_argument
+    add("--geometry", choices=[name for name, each in GEOMETRIES.items() if _has_experts(each)])
+    add("--dense", choices=[name for name, each in GEOMETRIES.items() if not _has_experts(each)])
+    add("--batch-sizes", type=int, nargs="+", default=[*MOST_OVER_READING])
+    add("--device", default="auto")
+    arguments: argparse.Namespace = parser.parse_args()
+    is_trial = arguments.device == "cpu"
+    geometry = arguments.geometry or ("tiny-experts" if is_trial else "qwen3-30b-a3b")
+    dense = arguments.dense or ("tiny" if is_trial else "llama-3.1-8b")
+    num_tokens = 64 if is_trial else PROMPT_TOKENS
+    prompt, decodes = in_own_process(geometry, arguments.device, num_tokens, arguments.batch_sizes)
+    dense_prompt, _ = in_own_process(dense, arguments.device, num_tokens, [])
+    result = {
+        "geometry": geometry,
+        "copy_tb_s": COPY_BYTES_PER_S / 1e12,
+        "decodes": decodes,
+        "prompt_tokens": num_tokens,
+        "prompts": [prompt, dense_prompt],
+        "of_dense": prompt["tflop_s"] / dense_prompt["tflop_s"],
+        "at_least": LEAST_OF_DENSE,
+    }
+    for row in decodes:
+        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print(f"prompts: {prompt}, {dense_prompt}: {result['of_dense']:.2f} of the dense model's")
+    store(arguments.out, {**describe_environment(), **result})
+
+
+def _has_experts(geometry: object) -> bool:
+    return isinstance(geometry, ExpertGeometry)
+
+
+if __name__ == "__main__":
+    main()
