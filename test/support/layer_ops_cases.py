@@ -50,10 +50,13 @@ def _worst(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> f
     return worst if worst == worst else float("inf")
 
 
-def norm_case(shape: tuple[int, int], has_residual: bool) -> Case:
+def norm_case(shape: tuple[int, ...], has_residual: bool) -> Case:
+    """RMSNorm over the last dimension; of three dimensions every other head, as of queries."""
+
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         x = _values(generator, device, dtype, *shape)
-        residual = _values(generator, device, dtype, *shape) if has_residual else None
+        x = x[:, ::2] if x.dim() == 3 else x
+        residual = _values(generator, device, dtype, *x.shape) if has_residual else None
         weight = _values(generator, device, dtype, shape[-1])
         out, total = ops.add_rms_norm(x, residual, weight, 1e-5)
         rounded = (x if residual is None else x + residual).double()
@@ -203,6 +206,7 @@ CASES: dict[str, Case] = {
     "norm of a sum": norm_case((5, 256), True),
     "norm of no rows": norm_case((0, 256), True),
     "norm of an odd size": norm_case((3, 80), True),
+    "norm of heads": norm_case((3, 8, 64), False),
     "norm of a large size": norm_case((2, 4096), True),
     "activation": activation_case(3, 768),
     "activation of no rows": activation_case(0, 768),

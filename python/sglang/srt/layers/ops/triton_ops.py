@@ -320,15 +320,16 @@ class TritonOps:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (num_rows, size), x = x.shape, x.contiguous()
+        size = weight.shape[0]
+        x = x.contiguous()
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        if num_rows == 0:
+        if x.numel() == 0:
             return out, total
-        _add_rms_norm_kernel[(num_rows,)](
+        _add_rms_norm_kernel[(x.numel() // size,)](
             x, residual, weight, out, total, size, eps,
             HAS_RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(size),
-            num_warps=8 if size > 1024 else 4, **self._launch(num_rows),
+            num_warps=8 if size > 1024 else 4, **self._launch(x.numel() // size),
         )  # fmt: skip
         return out, total
 
