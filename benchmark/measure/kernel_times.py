@@ -39,8 +39,6 @@ KV_GATHER, ATTENTION, PRODUCTS = "KV gather", "attention", "matrix products"
 PROMPT_KERNELS = "_prompt_"  # names of the kernels of prefill attention begin so
 ATTENTION_WORDS = ("_split_kernel", "_combine_kernel", "_extend_kernel", "Decode", "Prefill")
 LIBRARY_ATTENTION_WORDS = ("sdpa", "fmha", "flash_", "flash::")  # of cuDNN, torch, FlashAttention
-PRODUCT_WORDS = ("_few_rows", "one_row", "product_kernel")
-LIBRARY_PRODUCT_WORDS = ("gemm", "nvjet", "cutlass", "gemv", "splitK", "matmul")
 KINDS = (  # the first whose words appear in a kernel's name
     (KV_GATHER, ("gather_kv",)),
     (ATTENTION, (*ATTENTION_WORDS, *LIBRARY_ATTENTION_WORDS)),
@@ -48,7 +46,20 @@ KINDS = (  # the first whose words appear in a kernel's name
     ("rope and KV write", ("_rotate_and_store",)),
     ("activation", ("_silu_and_mul",)),
     ("sampling", ("argmax", "sgl_kernel", "logsumexp")),
-    (PRODUCTS, (*PRODUCT_WORDS, *LIBRARY_PRODUCT_WORDS)),
+    (
+        PRODUCTS,
+        (
+            "_few_rows",
+            "one_row",
+            "product_kernel",
+            "gemm",
+            "nvjet",
+            "cutlass",
+            "gemv",
+            "splitK",
+            "matmul",
+        ),
+    ),
     ("copies", ("Memcpy", "Memset")),
 )
 MAX_KERNELS, MAX_GAPS = 24, 8  # that are named in a result

@@ -119,7 +119,6 @@ def test_a_load_is_measured_by_its_median_on_prompts_that_are_always_fresh() -> 
         ("void flashinfer::norm::RMSNormKernel", "other"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "matrix products"),
         ("_few_rows_kernel", "matrix products"),
-        ("one_row_kernel", "matrix products"),
         ("_add_rms_norm_kernel", "norm"),
         ("_rotate_and_store_kernel", "rope and KV write"),
         ("_silu_and_mul_kernel", "activation"),
