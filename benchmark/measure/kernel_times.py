@@ -48,17 +48,7 @@ KINDS = (  # the first whose words appear in a kernel's name
     ("sampling", ("argmax", "sgl_kernel", "logsumexp")),
     (
         PRODUCTS,
-        (
-            "_few_rows",
-            "one_row",
-            "product_kernel",
-            "gemm",
-            "nvjet",
-            "cutlass",
-            "gemv",
-            "splitK",
-            "matmul",
-        ),
+        ("_few_rows", "product_kernel", "gemm", "nvjet", "cutlass", "gemv", "splitK", "matmul"),
     ),
     ("copies", ("Memcpy", "Memset")),
 )

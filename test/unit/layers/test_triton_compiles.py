@@ -30,7 +30,6 @@ from sglang.srt.layers.attention.triton_ops import (
 )
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import experts_kernels as experts
-from sglang.srt.layers.ops import one_row
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.layers.ops.expert_products import ExpertTiles
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -271,7 +270,6 @@ KERNELS = {
         },
         num_warps=1,
     ),
-    "one row": Kernel(one_row.one_row_kernel, {"BLOCK_N": 4, "BLOCK_K": 2048}),
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),

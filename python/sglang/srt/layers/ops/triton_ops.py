@@ -18,7 +18,6 @@ import triton.language as tl
 from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.activation import silu_times
 from sglang.srt.layers.ops.expert_products import ExpertTiles, compute_experts
-from sglang.srt.layers.ops.one_row import product_of_one_row
 from sglang.srt.layers.scaled_weight import CODES, LARGEST, ScaledWeight
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
@@ -280,8 +279,6 @@ class TritonOps:
         """None where cuBLAS is to compute the product."""
         if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
             return None
-        if not is_gated and (found := product_of_one_row(x, weight, self._launch)) is not None:
-            return found
         num_features, in_features = weight.shape
         shape = _FewRows.choose(x.shape[0], num_features, in_features, self._shared_bytes, is_gated)
         if shape is None:
