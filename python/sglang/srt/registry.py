@@ -4,7 +4,7 @@ module loads no other."""
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -46,7 +46,7 @@ class Operations:
     class or a function for each contract, for `load`.
 
     Attributes:
-        layers: of `LayerOps` (layers/layer_runtime.py).
+        layers: what makes `LayerOps` (layers/layer_runtime.py).
         step: of `StepOps` (step/step_ops.py).
         masks: of `MaskOps` (speculative/mask_ops.py).
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
@@ -64,10 +64,15 @@ class Operations:
     ahead: str = ""
 
 
+# Attention and operations of --enable-deterministic-inference.
+ROW_INDEPENDENT = "row_independent"
 ATTENTION_BACKENDS = Registry(
     "attention backend",
     {
         "flashinfer": "sglang.srt.layers.attention.flashinfer_backend:FlashInferBackend",
+        ROW_INDEPENDENT: (
+            "sglang.srt.layers.attention.row_independent_backend:RowIndependentBackend"
+        ),
         "torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend",
         "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
     },
@@ -123,6 +128,9 @@ OPERATIONS = {
         ahead="sglang.srt.layers.triton_ahead:KernelsAhead",
     ),
 }
+OPERATIONS[ROW_INDEPENDENT] = replace(
+    OPERATIONS["triton"], layers="sglang.srt.layers.ops.triton_ops:row_independent_ops"
+)
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 DRAFTERS = Registry(
     "drafter",
