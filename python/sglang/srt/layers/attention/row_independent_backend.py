@@ -183,8 +183,10 @@ class RowIndependentBackend:
             )  # fmt: skip
         for group in self._groups:
             if group.num_programs > 1:
-                more = self._first_len, group.room, self._workspace
-                add_up_parts(q, kv, out, group.items, *shared, group.tiles, *more)
+                add_up_parts(
+                    q, kv, out, group.items, *shared, group.tiles, self._first_len,
+                    group.room, self._workspace,
+                )  # fmt: skip
         return out
 
     def _plan_uniform(self, q_len: int, count: int, longest: int) -> None:

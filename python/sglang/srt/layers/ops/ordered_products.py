@@ -106,11 +106,7 @@ class Tile(NamedTuple):
         if is_gated:
             tiles.insert(0, cls(128, 256, 64, 8, 3))
         chosen = next(
-            (
-                tile
-                for tile in tiles
-                if tile.num_programs(num_rows, num_features) >= LEAST_PROGRAMS
-            ),
+            (tile for tile in tiles if tile.num_programs(num_rows, num_features) >= LEAST_PROGRAMS),
             tiles[-1],
         )
         stage_bytes = (chosen.block_m + chosen.block_n) * chosen.block_k * item_bytes
@@ -141,7 +137,7 @@ class OrderedProducts:
 
     def __init__(self, shared_bytes: int) -> None:
         self._shared_bytes = shared_bytes
-        self._library: dict[tuple[torch.Size, torch.dtype], frozenset[int]] = {}
+        self._library: dict[tuple[torch.Size, torch.dtype], dict[int, bool]] = {}
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -193,19 +189,19 @@ class OrderedProducts:
         is_aligned = not (x.data_ptr() % ADDRESS_BYTES or weight.data_ptr() % ADDRESS_BYTES)
         if not (x.is_cuda and is_aligned and num_rows >= LIBRARY_ROWS[-1]):
             return _whole(x)
-        return divide(num_rows, self._equal_rows(weight))
+        return divide(num_rows, self._equal_rows(num_rows, weight))
 
-    def _equal_rows(self, weight: torch.Tensor) -> frozenset[int]:
-        """Returns the numbers of rows for which the library gives the same bits, of `LIBRARY_ROWS`;
-        none yet while a graph is captured, which cannot wait for the comparison."""
-        key = weight.shape, weight.dtype
-        if key not in self._library:
-            if torch.cuda.is_current_stream_capturing():
-                return frozenset()
-            self._library[key] = frozenset(
-                num_rows for num_rows in LIBRARY_ROWS if self._are_equal(num_rows, weight)
-            )
-        return self._library[key]
+    def _equal_rows(self, most_rows: int, weight: torch.Tensor) -> frozenset[int]:
+        """Returns the numbers of rows for which the library gives the same bits, of `LIBRARY_ROWS`
+        up to `most_rows`. Those are compared when first asked for, but not while a graph is
+        captured, which cannot wait."""
+        known = self._library.setdefault((weight.shape, weight.dtype), {})
+        sizes = [size for size in LIBRARY_ROWS if size <= most_rows]
+        if not torch.cuda.is_current_stream_capturing():
+            for size in sizes:
+                if size not in known:
+                    known[size] = self._are_equal(size, weight)
+        return frozenset(size for size in sizes if known.get(size, False))
 
     def _are_equal(self, num_rows: int, weight: torch.Tensor) -> bool:
         generator = torch.Generator(weight.device).manual_seed(num_rows)
