@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import triton
+import triton.language as tl
 
 from interpreted import asked
+from sglang.srt.layers.attention.triton_ops.parts_kernel import num_parts, part_of, part_start
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -144,6 +147,7 @@ class Attended:
         max_len: int,
         heads: tuple[int, int, int] = (4, 2, 16),
         window: int | None = None,
+        backend: str = ROW_INDEPENDENT,
     ) -> None:
         num_heads, num_kv_heads, head_dim = heads
         num_slots = num_requests * max_len
@@ -156,7 +160,7 @@ class Attended:
         slots = torch.randperm(num_slots, generator=chooser).view(num_requests, max_len)
         self.table.req_to_token[:num_requests, :max_len] = slots.to(device, torch.int32)
         self.q = random_values(device, dtype, 3, num_requests, max_len, num_heads, head_dim)
-        kind = ATTENTION_BACKENDS.load(ROW_INDEPENDENT)
+        kind = ATTENTION_BACKENDS.load(backend)
         self.backend = kind(self.table, self.pool, num_heads, (window,))
         self._alone: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -273,18 +277,43 @@ SMALL = {
 }
 SMALL_COUNTS = (1, 2, 16, 17, 33, 65, 70)
 SMALL_ATTENTION: dict[str, int | None] = {"attention": None, "attention in a window": 45}
+DEFAULT_BACKEND, PARTS = "attention by default", "parts of positions"
 
 
-def main() -> None:
+@triton.jit
+def _find_parts(parts_ptr, starts_ptr, ends_ptr, FIRST_LEN: tl.constexpr, SIZE: tl.constexpr):
+    position = tl.arange(0, SIZE)
+    part = part_of(position, FIRST_LEN)
+    tl.store(parts_ptr + position, part)
+    tl.store(starts_ptr + position, part_start(part, FIRST_LEN))
+    tl.store(ends_ptr + position, part_start(part + 1, FIRST_LEN))
+
+
+def wrong_parts(device: str) -> int:
+    """Counts positions whose part on the device is another than the host counts, or is not where
+    they lie."""
+    size, first_len = 1 << 13, 16
+    parts, starts, ends = torch.zeros(3, size, dtype=torch.int32, device=device)
+    _find_parts[(1,)](parts, starts, ends, FIRST_LEN=first_len, SIZE=size)
+    position = torch.arange(size, device=device)
+    counted = [num_parts(length, first_len) - 1 for length in range(1, size + 1)]
+    is_right = (parts.cpu() == torch.tensor(counted)).to(device)
+    return int((~(is_right & (starts <= position) & (position < ends))).sum())
+
+
+def main(_: str) -> None:
     """Prints the results of all cases."""
     torch.set_num_threads(1)
     for name, operation in asked(SMALL).items():
         found = different_rows(operation, "cpu", torch.float32, SMALL_COUNTS)
         print(json.dumps([name, float(found)]), flush=True)
-    for name, window in asked(SMALL_ATTENTION).items():
-        attended = Attended("cpu", torch.float32, num_requests=3, max_len=90, window=window)
+    backends = dict.fromkeys(SMALL_ATTENTION, ROW_INDEPENDENT) | {DEFAULT_BACKEND: "triton"}
+    for name, backend in asked(backends).items():
+        window = SMALL_ATTENTION.get(name)
+        attended = Attended("cpu", torch.float32, 3, 90, window=window, backend=backend)
         print(json.dumps([name, attention_differences(attended, 3, 8, (0,))]), flush=True)
+    print(json.dumps([PARTS, float(wrong_parts("cpu"))]), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1])

@@ -81,9 +81,8 @@ def resolve(
         ConfigError: the message names the flag and the remedy.
     """
     check_numbers(args)
-    device = _device(args, platform)
+    device = _device(args, platform, model)
     check_ranks(args, model)
-    check_determinism(args, model, [device])
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
     captures = _captures_graphs(args, device)
@@ -194,8 +193,9 @@ def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> Runtime
     return replace(config, scheduler=replace(config.scheduler, planner=planner))
 
 
-def _device(args: ServerArgs, platform: Platform) -> str:
+def _device(args: ServerArgs, platform: Platform, model: ModelConfig) -> str:
     device = platform.device if args.device == "auto" else args.device
+    check_determinism(args, model, [device])
     if device == "cuda" and platform.device != "cuda":
         raise no_gpu()
     capability = platform.capability

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.ops.activation import silu_times
-from sglang.srt.layers.triton_launch import INTERPRETED
+from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 
 LEAST_PROGRAMS = 96  # that make use of an H100's memory bandwidth
 BAND = 8  # tiles of rows that read the same part of a weight at about the same time
@@ -27,17 +27,18 @@ ADDRESS_BYTES = 256  # the library may choose another kernel for addresses that 
 LEAST_NONZERO = 0.5  # share of results, so that equal ones mean something
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "early"])
 def tile_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, out_features, in_features,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr, BAND: tl.constexpr,
+    IS_EVEN: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """x [num_rows, in_features] times the transpose of weight [out_features, in_features], plus
     bias [out_features] or None: a program computes a tile.
 
     GATED: as in `_few_rows_kernel`, where BLOCK_N features of the result are of two tiles.
     IS_EVEN: the blocks divide the features."""
+    begin(PDL, early)
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N)
     band = tl.program_id(0) // (BAND * tiles_n)
     place = tl.program_id(0) % (BAND * tiles_n)
@@ -177,10 +178,12 @@ class OrderedProducts:
         tile = Tile.choose(num_rows, num_features, x.itemsize, self._shared_bytes, is_gated)
         block_n = tile.block_n // 2 if is_gated else tile.block_n
         is_even = out_features % block_n == 0 and in_features % tile.block_k == 0
-        tile_kernel[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, block_n),)](
+        num_programs = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, block_n)
+        tile_kernel[(num_programs,)](
             x, weight, bias, out, num_rows, out_features, in_features,
             BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k, GATED=is_gated,
             IS_EVEN=is_even, BAND=BAND, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **dependent_launch(x.device, num_programs),
         )  # fmt: skip
 
     def _pieces(self, x: torch.Tensor, weight: torch.Tensor) -> list[_Piece]:

@@ -178,10 +178,8 @@ def attend_tiles(
             k = tl.load(address, mask=exists, other=0.0)
             v = tl.load(address + v_offset, mask=exists, other=0.0)
         else:
-            k = tl.load(address)
-            v = tl.load(address + v_offset)
-        # Scaled below, so that tiles with masks and without them round alike.
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            k, v = tl.load(address), tl.load(address + v_offset)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # scaled once they are masked
         if SOFTCAP > 0:  # times a hyperbolic tangent
             scores = 1 - 2 / (1 + tl.exp(scores * (scale * (2 / SOFTCAP))))
         if MASKED:
