@@ -175,6 +175,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
     add("--device", default="auto")
     add("--attention-backend")
+    add("--enable-deterministic-inference", action="store_true", help="the server's flag")
     add("--quantization", help="the server's flag")
     add("--tp-size", type=int, default=1, help="the server's flag")
     add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
@@ -195,6 +196,7 @@ def main() -> None:
             load_format="dummy",
             device=arguments.device,
             attention_backend=arguments.attention_backend,
+            enable_deterministic_inference=arguments.enable_deterministic_inference,
             quantization=arguments.quantization,
             tp_size=arguments.tp_size,
             max_running_requests=arguments.max_running_requests,
@@ -210,6 +212,7 @@ def main() -> None:
                 "geometry": arguments.geometry,
                 "divided_by": arguments.divide,
                 "attention_backend": arguments.attention_backend or "default",
+                "enable_deterministic_inference": arguments.enable_deterministic_inference,
                 "weights": info["resolved"]["weights"],
                 "tp_size": arguments.tp_size,
                 "start_s": round(time.perf_counter() - began, 1),
