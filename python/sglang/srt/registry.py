@@ -53,6 +53,8 @@ class Operations:
         trees: what makes a `TreeSearch` (model_executor/draft_tree_passes.py).
         paths: a function, `FindPathRows` (speculative/kept_paths.py).
         ahead: `CompilesAhead` (model_executor/runner_group.py); empty: they are not compiled.
+        compares_first: the first call of `layers` for a shape finds out which kernels may compute
+            later ones, so steps run once before they are captured.
     """
 
     layers: str
@@ -62,6 +64,7 @@ class Operations:
     trees: str
     paths: str
     ahead: str = ""
+    compares_first: bool = False
 
 
 # Attention and operations of --enable-deterministic-inference.
@@ -129,7 +132,9 @@ OPERATIONS = {
     ),
 }
 OPERATIONS[ROW_INDEPENDENT] = replace(
-    OPERATIONS["triton"], layers="sglang.srt.layers.ops.triton_ops:row_independent_ops"
+    OPERATIONS["triton"],
+    layers="sglang.srt.layers.ops.triton_ops:row_independent_ops",
+    compares_first=True,
 )
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 DRAFTERS = Registry(
