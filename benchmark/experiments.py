@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmark.goals import (
+    MIN_DETERMINISTIC_OVER_PLAIN,
     MIN_HIDDEN_OVER_OWN_KIND,
     MIN_HTTP_OVER_ENGINE,
     MIN_OPTED_OUT_OVER_PLAIN,
@@ -27,7 +28,7 @@ from benchmark.ways import EngineWay
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
-OPTED_OUT = "all opted out"
+OPTED_OUT, DETERMINISTIC = "all opted out", "deterministic"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
 REPLAY = re.compile(r"replay (\d+)(?::(0?\.\d+))?")  # replay DRAFTS, or replay DRAFTS:ERRORS
@@ -313,6 +314,15 @@ EXPERIMENTS = {
         requests=(64, 128),
         pairs=beside_own_kind,
         asked={name: 0.95 for name in ANSWER_WAYS if "top" not in name},
+    ),
+    "deterministic": Experiment(
+        question="What do sums in fixed orders cost?",
+        ways={
+            PLAIN: EngineWay(),
+            DETERMINISTIC: EngineWay(flags={"enable_deterministic_inference": True}),
+        },
+        requests=(1, 8, 32, 128),
+        asked={DETERMINISTIC: MIN_DETERMINISTIC_OVER_PLAIN},
     ),
     "hidden_states": Experiment(
         question="What do files of the hidden states that EAGLE-3 reads cost?",

@@ -775,8 +775,8 @@ def with_requests(case: AttentionCase, count: int) -> AttentionCase:
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    problems = ATTENTION_BACKENDS.load(name).capabilities().problems("cpu", torch.float32, 16)
-    if problems:
+    capabilities = ATTENTION_BACKENDS.load(name).capabilities()
+    if problems := capabilities.problems("cpu", torch.float32, 16):
         sys.exit(f"{name} {'; '.join(problems)}")
     for case_name, case in asked(CASES | MORE_CASES).items():
         error: float | str
@@ -790,8 +790,11 @@ def main(name: str) -> None:
             print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
         for case_name, (requests, starts) in asked(GATHER_CASES).items():
             print(json.dumps([case_name, gather_case(requests, "cpu", starts)]), flush=True)
-    print(json.dumps(["draft steps", draft_chain_error(name, "cpu", page_size=1)]), flush=True)
+    if capabilities.tree_masks:
+        print(json.dumps(["draft steps", draft_chain_error(name, "cpu", page_size=1)]), flush=True)
     for key, (size, max_folded) in BLOCKS.items():
+        if max_folded > 1 and not capabilities.folds_rows:
+            continue
         error = block_error(name, "cpu", size, max_folded)
         print(json.dumps([f"blocks, {key}", error]), flush=True)
     for key, (case_name, masks) in asked(MASKED).items():

@@ -82,7 +82,6 @@ REFUSED = (
     "--speculative-algorithm FROZEN_KV_MTP",
     "--speculative-algorithm PHOENIX",
     "--enable-multi-layer-eagle",
-    "--enable-deterministic-inference",
     "--rl-on-policy-target fsdp",
     "--enable-hierarchical-cache",
     "--disaggregation-mode prefill",

@@ -4,7 +4,7 @@ module loads no other."""
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -46,13 +46,15 @@ class Operations:
     class or a function for each contract, for `load`.
 
     Attributes:
-        layers: of `LayerOps` (layers/layer_runtime.py).
+        layers: what makes `LayerOps` (layers/layer_runtime.py).
         step: of `StepOps` (step/step_ops.py).
         masks: of `MaskOps` (speculative/mask_ops.py).
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
         trees: what makes a `TreeSearch` (model_executor/draft_tree_passes.py).
         paths: a function, `FindPathRows` (speculative/kept_paths.py).
         ahead: `CompilesAhead` (model_executor/runner_group.py); empty: they are not compiled.
+        compares_first: the first call of `layers` for a shape finds out which kernels may compute
+            later ones, so steps run once before they are captured.
     """
 
     layers: str
@@ -62,12 +64,18 @@ class Operations:
     trees: str
     paths: str
     ahead: str = ""
+    compares_first: bool = False
 
 
+# Attention and operations of --enable-deterministic-inference.
+ROW_INDEPENDENT = "row_independent"
 ATTENTION_BACKENDS = Registry(
     "attention backend",
     {
         "flashinfer": "sglang.srt.layers.attention.flashinfer_backend:FlashInferBackend",
+        ROW_INDEPENDENT: (
+            "sglang.srt.layers.attention.row_independent_backend:RowIndependentBackend"
+        ),
         "torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend",
         "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
     },
@@ -123,6 +131,11 @@ OPERATIONS = {
         ahead="sglang.srt.layers.triton_ahead:KernelsAhead",
     ),
 }
+OPERATIONS[ROW_INDEPENDENT] = replace(
+    OPERATIONS["triton"],
+    layers="sglang.srt.layers.ops.triton_ops:row_independent_ops",
+    compares_first=True,
+)
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 DRAFTERS = Registry(
     "drafter",

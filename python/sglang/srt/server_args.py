@@ -21,7 +21,7 @@ from sglang.srt.argument_parsing import (
 )
 from sglang.srt.flag_values import check_finite, flag
 from sglang.srt.model_config import AUTO, DTYPE_ALIASES, DTYPES
-from sglang.srt.registry import ATTENTION_BACKENDS, OWN, TRANSFORMERS
+from sglang.srt.registry import ATTENTION_BACKENDS, OWN, ROW_INDEPENDENT, TRANSFORMERS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
 from sglang.srt.speculation_args import SpeculationArgs
 from sglang.srt.version import __version__
@@ -213,7 +213,12 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
-        choices=tuple(ATTENTION_BACKENDS.names),
+        choices=tuple(name for name in ATTENTION_BACKENDS.names if name != ROW_INDEPENDENT),
+    )
+    enable_deterministic_inference: bool = flag(
+        False,
+        "On a GPU, give a request the same tokens whatever shares its steps: other requests,"
+        " drafts, chunks of prompts, cached prefixes. Sums in fixed orders take longer.",
     )
     disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")
     tp_size: int = flag(

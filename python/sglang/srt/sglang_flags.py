@@ -265,9 +265,9 @@ _DRAFTERS = (
     "use EAGLE3 or EAGLE with a head, STANDALONE with a smaller model, or NGRAM, which needs"
     " neither"
 )
-_DETERMINISM = (
-    "leave it out: a sampling_seed always holds, and with --device cpu --dtype float32 outputs do"
-    " not depend on other requests, while in 16 bit a near-tie may (docs/speculation.md)"
+_ON_POLICY = (
+    "leave it out: --enable-deterministic-inference gives the same tokens in any company, and a"
+    " trainer's own kernels round in their own way"
 )
 
 _REFUSED = (
@@ -382,7 +382,7 @@ _REFUSED = (
             *("llada2_cfg_flashinfer", "minicpm_flashattn", "minicpm_flashinfer"),
         ),
     ),
-    Entry(_DETERMINISM, "enable_deterministic_inference rl_on_policy_target"),
+    Entry(_ON_POLICY, "rl_on_policy_target"),
     Entry("use --enable-priority-scheduling", "schedule_policy", ("priority",)),
     Entry("give a large --priority-scheduling-preemption-threshold", "disable_priority_preemption"),
     Entry(

@@ -24,12 +24,14 @@ from sglang.srt import platform
 from sglang.srt.layers.attention import triton_tuning
 from sglang.srt.layers.attention.triton_ops import (
     gather_kernel,
+    parts_kernel,
     prompt_kernel,
     shared_kernel,
     sums_kernel,
 )
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import experts_kernels as experts
+from sglang.srt.layers.ops import ordered_products
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.layers.ops.expert_products import ExpertTiles
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -274,6 +276,20 @@ KERNELS = {
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),
     "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 64, 128, True), num_stages=3),
+    **{
+        f"a tile of a product{', gated' * gated}{', not even' * (not is_even)}": Kernel(
+            ordered_products.tile_kernel,
+            {
+                **few_rows(128, 128, 64, gated),
+                "IS_EVEN": is_even,
+                "BAND": ordered_products.BAND,
+                **({"bias_ptr": None} if is_even else {}),
+            },
+            num_warps=8,
+        )
+        for gated in (False, True)
+        for is_even in (False, True)
+    },
     "experts of one row": route(128, 8, True),
     "experts of rows": route(512, 32, False),
     "rows by expert": Kernel(
@@ -333,6 +349,22 @@ KERNELS = {
         ("plain",),
         num_warps=1,
         **attention_constants(128, 128, False, ITEM_SIZE=5, BLOCK_S=8),
+    ),
+    **tree_kernels(
+        "parts of KV",
+        parts_kernel._parts_kernel,
+        ("plain",),
+        **attention_constants(64, 64, False, FIRST_LEN=128, LEAVES=False),
+    ),
+    **tree_kernels(
+        "parts of KV that are left",
+        parts_kernel._parts_kernel,
+        ("holes",),
+        **attention_constants(64, 64, True, FIRST_LEN=128, LEAVES=True),
+    ),
+    "sum of parts": Kernel(
+        parts_kernel._add_up_kernel,
+        {**HEADS, "HAS_WINDOW": True, "BLOCK_N": 64, "FIRST_LEN": 128, "ROWS": 4, "AT_ONCE": 8},
     ),
     "shared prefixes": Kernel(
         shared_kernel._prefix_kernel,

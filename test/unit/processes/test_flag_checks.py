@@ -16,7 +16,7 @@ from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_checks import MTP_IS_OFF, check_flags
 from sglang.srt.processes.runtime_config import resolve
-from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS
+from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS, ROW_INDEPENDENT
 from sglang.srt.server_args import ServerArgs
 
 MODEL = load_model_config("demo")
@@ -93,3 +93,42 @@ def test_what_is_known_is_what_the_scheduler_comes_to(flags: dict[str, Any]) -> 
 def test_warnings_come_once(caplog: pytest.LogCaptureFixture) -> None:
     checked(CPU, **EAGLE3, speculative_num_steps=3, speculative_num_draft_tokens=9)
     assert not caplog.messages
+
+
+DETERMINISTIC = {"enable_deterministic_inference": True, "device": "cuda", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"device": "cpu"}, "--enable-deterministic-inference needs a GPU"),
+        ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer adds up in an order"),
+        ({"attention_backend": "torch_native"}, "--attention-backend torch_native adds up"),
+        ({"tp_size": 2}, "--tp-size 2 adds up over ranks"),
+        ({"quantization": "fp8"}, "does not cover weights in fp8; use weights of 16 bits"),
+        (TREES, "does not cover trees of drafts; draft chains"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 2},
+            "does not cover trees of drafts; draft chains",
+        ),
+    ],
+    ids=str,
+)
+def test_what_determinism_does_not_cover_is_refused(flags: dict[str, Any], says: str) -> None:
+    assert says in refused(MAYBE_GPU, **DETERMINISTIC | flags)
+    checked(MAYBE_GPU, **DETERMINISTIC | flags | {"enable_deterministic_inference": False})
+
+
+def test_determinism_covers_chains_of_all_drafters() -> None:
+    for drafter in (EAGLE3, {"speculative_algorithm": "NGRAM"}, EAGLE3 | {"tile_spec": True}):
+        checked(MAYBE_GPU, **DETERMINISTIC | drafter)
+
+
+def test_determinism_chooses_kernels_of_its_own() -> None:
+    args = ServerArgs(model_path="demo", **DETERMINISTIC)
+    gpu = Platform(
+        device="cuda", num_cores=4, available_host_bytes=8 * GIB, device_name="", capability=(9, 0)
+    )
+    execution = resolve(args, gpu, MODEL, Environ()).execution
+    assert (execution.attention_backend, execution.ops) == (ROW_INDEPENDENT, ROW_INDEPENDENT)
+    assert not execution.capabilities.tree_masks

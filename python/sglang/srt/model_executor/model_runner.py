@@ -195,7 +195,8 @@ class ModelRunner:
         for shape, each in draft_keys.items():
             run = self._draft_pass(shape, lambda batch: self._forward_part(batch).hidden).run
             drafts[shape] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
-        steps = CudaGraphRunner(plan, self._compute, ops, keys, *more, runs_first=not is_foreseen)
+        runs_first = self.operations.compares_first or not is_foreseen
+        steps = CudaGraphRunner(plan, self._compute, ops, keys, *more, runs_first=runs_first)
         return RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
 
     def _keys(self) -> GraphKeys:

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.kv_sizing import KVSizing, row_width
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import DTYPE_ALIASES, ModelConfig
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.determinism import check_determinism
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
 from sglang.srt.processes.hidden_flags import check_hidden_flags
 from sglang.srt.processes.rank_flags import check_ranks
@@ -24,6 +25,7 @@ from sglang.srt.registry import (
     ATTENTION_LIMITS,
     DEFAULT_ATTENTION_BACKENDS,
     HEADS,
+    ROW_INDEPENDENT,
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter_options import DrafterConfig
@@ -71,6 +73,7 @@ def check_flags(
         raise ConfigError(str(problems[-1]))
     with _without_warnings():
         mask, drafter = drafter_of(args, model, environ, reads_corpus=False)
+    check_determinism(args, model, devices, drafter)
     in_pool = context_len
     if devices == ["cpu"]:
         width = row_width(context_len, 1, args.page_size)
@@ -156,6 +159,8 @@ def dtype_of(args: ServerArgs, model: ModelConfig, device: str) -> str:
 
 def attention_backend_of(args: ServerArgs, device: str) -> str:
     """Gives the attention backend's name."""
+    if args.enable_deterministic_inference:
+        return ROW_INDEPENDENT
     return args.attention_backend or DEFAULT_ATTENTION_BACKENDS[device]
 
 

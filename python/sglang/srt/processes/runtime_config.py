@@ -15,6 +15,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.determinism import check_determinism
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
 from sglang.srt.processes.flag_checks import (
     GPU_STATIC_SHARE,
@@ -31,7 +32,7 @@ from sglang.srt.processes.flag_checks import (
 )
 from sglang.srt.processes.hidden_flags import returned_layers
 from sglang.srt.processes.rank_flags import check_ranks
-from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS
+from sglang.srt.registry import DEFAULT_OPERATIONS, DRAFTERS, ROW_INDEPENDENT
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DrafterType
@@ -80,7 +81,7 @@ def resolve(
         ConfigError: the message names the flag and the remedy.
     """
     check_numbers(args)
-    device = _device(args, platform)
+    device = _device(args, platform, model)
     check_ranks(args, model)
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
@@ -98,7 +99,7 @@ def resolve(
         context_len=context_len,
         row_width=row_width(context_len, NO_DRAFTS.max_slots, args.page_size),
         kv_budget_bytes=cpu_kv_budget(args, available_bytes) if device == "cpu" else None,
-        ops=DEFAULT_OPERATIONS[device],
+        ops=backend if backend == ROW_INDEPENDENT else DEFAULT_OPERATIONS[device],
         max_graph_width=1 if captures else 0,
         max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
@@ -192,8 +193,9 @@ def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> Runtime
     return replace(config, scheduler=replace(config.scheduler, planner=planner))
 
 
-def _device(args: ServerArgs, platform: Platform) -> str:
+def _device(args: ServerArgs, platform: Platform, model: ModelConfig) -> str:
     device = platform.device if args.device == "auto" else args.device
+    check_determinism(args, model, [device])
     if device == "cuda" and platform.device != "cuda":
         raise no_gpu()
     capability = platform.capability

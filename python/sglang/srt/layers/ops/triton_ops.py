@@ -18,6 +18,7 @@ import triton.language as tl
 from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.activation import silu_times
 from sglang.srt.layers.ops.expert_products import ExpertTiles, compute_experts
+from sglang.srt.layers.ops.ordered_products import OrderedProducts
 from sglang.srt.layers.scaled_weight import CODES, LARGEST, ScaledWeight
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
@@ -236,11 +237,16 @@ class _FewRows:
 
 
 class TritonOps:
-    """Implements `LayerOps`."""
+    """Implements `LayerOps`.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        products: None: torch's library computes products of many rows, in the fastest order.
+    """
+
+    def __init__(self, device: torch.device, products: OrderedProducts | None = None) -> None:
         self._device = device
         self._shared_bytes = shared_memory_bytes(device)
+        self._products = products
 
     def _launch(self, num_programs: int) -> dict[str, int]:
         return dependent_launch(self._device, num_programs)
@@ -249,7 +255,10 @@ class TritonOps:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         out = self._few_rows(x, weight, bias, is_gated=False)
-        return F.linear(x, weight, bias) if out is None else out
+        if out is None:
+            many_rows = F.linear if self._products is None else self._products.linear
+            out = many_rows(x, weight, bias)
+        return out
 
     def scaled_linear(
         self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None
@@ -271,12 +280,14 @@ class TritonOps:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         out = self._few_rows(x, weight, bias, is_gated=True)
-        return self.silu_and_mul(F.linear(x, weight, bias)) if out is None else out
+        if out is None and self._products is not None and bias is None:
+            out = self._products.gated_linear(x, weight)
+        return self.silu_and_mul(self.linear(x, weight, bias)) if out is None else out
 
     def _few_rows(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool
     ) -> torch.Tensor | None:
-        """None where cuBLAS is to compute the product."""
+        """None where another kernel is to compute the product."""
         if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
             return None
         num_features, in_features = weight.shape
@@ -365,3 +376,8 @@ class TritonOps:
             **self._launch(num_tokens * num_kv_heads),
         )  # fmt: skip
         return q
+
+
+def row_independent_ops(device: torch.device) -> TritonOps:
+    """Makes operations whose result for a row has the same bits for any number of rows."""
+    return TritonOps(device, OrderedProducts(shared_memory_bytes(device)))

@@ -178,11 +178,10 @@ def attend_tiles(
             k = tl.load(address, mask=exists, other=0.0)
             v = tl.load(address + v_offset, mask=exists, other=0.0)
         else:
-            k = tl.load(address)
-            v = tl.load(address + v_offset)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            k, v = tl.load(address), tl.load(address + v_offset)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # scaled once they are masked
         if SOFTCAP > 0:  # times a hyperbolic tangent
-            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp(scores * (2 / SOFTCAP)))
+            scores = 1 - 2 / (1 + tl.exp(scores * (scale * (2 / SOFTCAP))))
         if MASKED:
             seen = (place[None, :] <= position[:, None]) & (place < end)[None, :]
             if HAS_WINDOW:
@@ -198,8 +197,9 @@ def attend_tiles(
             elif HAS_WINDOW:
                 seen = seen & near
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
+        factor = SOFTCAP if SOFTCAP > 0 else scale
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]

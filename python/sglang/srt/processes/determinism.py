@@ -1,0 +1,55 @@
+"""Refuses what --enable-deterministic-inference does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang.srt.flag_values import as_flag
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.config_error import Refusal
+from sglang.srt.registry import TRANSFORMERS
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.weight_format import QUANTIZATION
+
+FLAG = as_flag("enable_deterministic_inference")
+WITHOUT = f"leave {FLAG} out"
+
+
+def check_determinism(
+    args: ServerArgs,
+    model: ModelConfig,
+    devices: Sequence[str],
+    drafter: DrafterConfig | None = None,
+) -> None:
+    """Looks whether all results of the target model can be independent of what shares their step.
+    What only drafts may compute in any way.
+
+    Args:
+        devices: those that there may be.
+
+    Raises:
+        ConfigError: naming what is not covered.
+    """
+    if not args.enable_deterministic_inference:
+        return
+    if "cuda" not in devices:
+        reason = "needs a GPU: products of torch on a CPU may round by their number of rows"
+        raise Refusal(FLAG, reason, "leave it out: --dtype float32 makes other tokens unlikely")
+    if args.attention_backend not in (None, "triton"):
+        backend = as_flag("attention_backend", args.attention_backend)
+        raise Refusal(backend, f"adds up in an order that {FLAG} excludes", "leave it out")
+    if args.tp_size > 1:
+        reason = f"adds up over ranks in an order of its own for each size, which {FLAG} excludes"
+        raise Refusal(as_flag("tp_size", args.tp_size), reason, f"use 1, or {WITHOUT}")
+    if model.impl == TRANSFORMERS:
+        reason = f"does not cover {model.architecture}, which transformers' code computes"
+        raise Refusal(FLAG, reason, "leave it out")
+    if args.quantization is not None or any(model.hf.get(entry) for entry in QUANTIZATION):
+        raise Refusal(FLAG, "does not cover weights in fp8", "use weights of 16 bits")
+    if drafter is not None and drafter.options.rounds.has_trees:
+        remedy = (
+            "draft chains (--speculative-eagle-topk 1, with NGRAM"
+            " --speculative-ngram-max-bfs-breadth 1)"
+        )
+        raise Refusal(FLAG, "does not cover trees of drafts", remedy)
