@@ -66,13 +66,13 @@ def test_products_of_1_to_512_rows_are_those_of_rounded_rows(
         for added in (None, bias):
             expected = rounded_rows(x) @ weight.values(torch.float64).T
             expected = expected if added is None else expected + added
-            found = ops.scaled_linear(x, weight, added)
+            found = ops.linear(x, weight, added)
             assert found.dtype == torch.bfloat16
             torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
     nothing = torch.zeros(3, in_features, device=DEVICE, dtype=torch.bfloat16)
-    assert not ops.scaled_linear(nothing, weight, None).any()
+    assert not ops.linear(nothing, weight, None).any()
     nothing[1, 5] = torch.nan
-    assert ops.scaled_linear(nothing, weight, None).isnan().any(1).tolist() == [False, True, False]
+    assert ops.linear(nothing, weight, None).isnan().any(1).tolist() == [False, True, False]
 
 
 def test_a_recorded_product_rounds_the_rows_of_each_replay() -> None:
@@ -80,11 +80,11 @@ def test_a_recorded_product_rounds_the_rows_of_each_replay() -> None:
 
     ops, weight = TritonOps(DEVICE), drawn_weight(512, 256)
     x = torch.randn(9, 256, device=DEVICE).bfloat16()
-    ops.scaled_linear(x, weight, None)  # compiles
+    ops.linear(x, weight, None)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.scaled_linear(x, weight, None)
+        out = ops.linear(x, weight, None)
     for size in (1.0, 1e-2, 50.0):
         x.copy_(torch.randn(9, 256, device=DEVICE) * size)
         graph.replay()

@@ -130,7 +130,7 @@ def scaled_case(num_rows: int, out_features: int, in_features: int, has_bias: bo
         bias = _values(generator, device, torch.bfloat16, out_features) if has_bias else None
         expected = x.double() @ weight.values(torch.float64).T
         expected = expected if bias is None else expected + bias
-        error = _worst(ops.scaled_linear(x, weight, bias), expected, torch.bfloat16)
+        error = _worst(ops.linear(x, weight, bias), expected, torch.bfloat16)
         return error * TOLERANCE[dtype] / TOLERANCE[torch.bfloat16]
 
     return run

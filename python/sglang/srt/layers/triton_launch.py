@@ -45,6 +45,18 @@ def begin(PDL: tl.constexpr, early, beside=0):
 
 
 @triton.jit
+def read_ahead(PDL: tl.constexpr, pointers):
+    """Has the cache lines of `pointers` read into the GPU's L2 cache, before `begin`: the memory is
+    then busy while the kernel before this one still runs. Nothing is waited for, and nothing
+    becomes known of what the lines hold, so any kernel may write them."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def finish(PDL: tl.constexpr, beside):
     """The last line of a kernel that may run `beside` the one before it, at each of its ends: the
     last program waits for that kernel. So whoever waits for this one has waited for both."""
