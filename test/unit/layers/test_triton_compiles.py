@@ -174,8 +174,22 @@ def tree_kernels(
     }
 
 
-def few_rows(block_m: int, block_n: int, block_k: int, gated: bool = False) -> dict[str, Any]:
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GATED": gated}
+def few_rows(shape: ops._FewRows, is_gated: bool, is_scaled: bool) -> Kernel:
+    """The product of few rows with a weight of 16 bits, or of 8 bits with scales."""
+    constants = {
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "BLOCK_K": shape.block_k,
+        "GATED": is_gated,
+        "AHEAD": shape.ahead,
+        "EXACT_K": min(ops.EXACT_COLUMNS, shape.block_k),
+    }
+    scales = {"row_scales_ptr": "*fp32", "scales_ptr": "*fp32"}
+    if not is_scaled:
+        constants, scales = {**constants, **dict.fromkeys(scales)}, {}
+    types = scales | {"x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"} if is_scaled else {}
+    function = ops._few_rows_kernel
+    return Kernel(function, constants, shape.num_warps, shape.num_stages, types)
 
 
 def experts_product(
@@ -270,10 +284,10 @@ KERNELS = {
         },
         num_warps=1,
     ),
-    "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
-    "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
-    "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),
-    "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 64, 128, True), num_stages=3),
+    "16 rows": few_rows(ops._FewRows(16, 32, 256, 6, 4), False, False),
+    "64 rows": few_rows(ops._FewRows(64, 128, 128, 3, 4), False, False),
+    "16 rows, gated": few_rows(ops._FewRows(16, 64, 128, 3, 4), True, False),
+    "64 rows, gated": few_rows(ops._FewRows(64, 64, 128, 3, 4), True, False),
     "experts of one row": route(128, 8, True),
     "experts of rows": route(512, 32, False),
     "rows by expert": Kernel(
@@ -538,11 +552,14 @@ def test_another_variant_compiles(name: str, capability: int, dtype: str) -> Non
 
 
 def test_rounding_to_8_bits_compiles_where_gpus_multiply_so_and_keeps_nan() -> None:
-    types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "largest": "fp32"}
-    kernel = Kernel(ops._round_rows_kernel, {"BLOCK": 4096}, num_warps=8, types=types)
-    for capability in (89, 90):
+    codes = {"codes_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
+    types = {**codes, "scales_ptr": "*fp32", "largest": "fp32"}
+    for capability, ahead in ((89, 0), (90, 0), (90, 8)):
+        constants = {"BLOCK": 4096, "AHEAD": ahead}
+        kernel = Kernel(ops._round_rows_kernel, constants, num_warps=8, types=types)
         ptx = compiled(kernel, capability, "bf16").asm["ptx"]
         assert "min.NaN" in ptx
+        assert ("prefetch" in ptx) == bool(ahead)
 
 
 @pytest.mark.long_matrix
@@ -605,16 +622,19 @@ def shared_bytes(capability: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return found
 
 
-@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(
+    ("capability", "item_bytes"), [*((capability, 2) for capability in GPUS), (89, 1), (90, 1)]
+)
 def test_products_of_few_rows_fit_into_the_shared_memory(
-    capability: int, monkeypatch: pytest.MonkeyPatch
+    capability: int, item_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
+    most = ops.MAX_SCALED_ROWS if item_bytes == 1 else ops.MAX_FEW_ROWS
     weights = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
     cases = [(*weight, False) for weight in weights] + [(28672, 4096, True)]
     shapes = {
-        (gated, ops._FewRows.choose(rows, *weight, limit, gated))
-        for rows in (1, 17, 64)
+        (gated, ops._FewRows.choose(rows, *weight, limit, gated, item_bytes))
+        for rows in (1, 17, 64, most)
         for *weight, gated in cases
     }
     assert len(shapes) >= 8
@@ -628,8 +648,7 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
         assert shape.num_stages >= 2, "Nothing would be loaded ahead."
         largest[gated, shape.block_m] = shape
     for (gated, _), shape in largest.items():
-        constants = few_rows(shape.block_m, shape.block_n, shape.block_k, gated)
-        kernel = Kernel(ops._few_rows_kernel, constants, shape.num_warps, shape.num_stages)
+        kernel = few_rows(shape, gated, item_bytes == 1)
         dtype = "bf16" if capability >= 90 else "fp16"
         assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
 

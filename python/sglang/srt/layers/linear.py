@@ -48,7 +48,7 @@ class Linear(nn.Linear):
 
     @property
     def held(self) -> Weight:
-        """What this rank has of the weight, in its form."""
+        """The part of the weight that this rank has, in its form."""
         if self.form is None:
             return self.weight
         return ScaledWeight(self.weight, self.weight_scale, self.form)
