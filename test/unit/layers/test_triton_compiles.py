@@ -30,6 +30,7 @@ from sglang.srt.layers.attention.triton_ops import (
 )
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import experts_kernels as experts
+from sglang.srt.layers.ops import few_rows as few
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.layers.ops.expert_products import ExpertTiles
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -174,7 +175,7 @@ def tree_kernels(
     }
 
 
-def few_rows(shape: ops._FewRows, is_gated: bool, is_scaled: bool) -> Kernel:
+def few_rows(shape: few.FewRows, is_gated: bool, is_scaled: bool) -> Kernel:
     """The product of few rows with a weight of 16 bits, or of 8 bits with scales."""
     constants = {
         "BLOCK_M": shape.block_m,
@@ -182,13 +183,13 @@ def few_rows(shape: ops._FewRows, is_gated: bool, is_scaled: bool) -> Kernel:
         "BLOCK_K": shape.block_k,
         "GATED": is_gated,
         "AHEAD": shape.ahead,
-        "EXACT_K": min(ops.EXACT_COLUMNS, shape.block_k),
+        "EXACT_K": min(few.EXACT_COLUMNS, shape.block_k),
     }
     scales = {"row_scales_ptr": "*fp32", "scales_ptr": "*fp32"}
     if not is_scaled:
         constants, scales = {**constants, **dict.fromkeys(scales)}, {}
     types = scales | {"x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"} if is_scaled else {}
-    function = ops._few_rows_kernel
+    function = few._few_rows_kernel
     return Kernel(function, constants, shape.num_warps, shape.num_stages, types)
 
 
@@ -284,10 +285,10 @@ KERNELS = {
         },
         num_warps=1,
     ),
-    "16 rows": few_rows(ops._FewRows(16, 32, 256, 6, 4), False, False),
-    "64 rows": few_rows(ops._FewRows(64, 128, 128, 3, 4), False, False),
-    "16 rows, gated": few_rows(ops._FewRows(16, 64, 128, 3, 4), True, False),
-    "64 rows, gated": few_rows(ops._FewRows(64, 64, 128, 3, 4), True, False),
+    "16 rows": few_rows(few.FewRows(16, 32, 256, 6, 4), False, False),
+    "64 rows": few_rows(few.FewRows(64, 128, 128, 3, 4), False, False),
+    "16 rows, gated": few_rows(few.FewRows(16, 64, 128, 3, 4), True, False),
+    "64 rows, gated": few_rows(few.FewRows(64, 64, 128, 3, 4), True, False),
     "experts of one row": route(128, 8, True),
     "experts of rows": route(512, 32, False),
     "rows by expert": Kernel(
@@ -556,7 +557,7 @@ def test_rounding_to_8_bits_compiles_where_gpus_multiply_so_and_keeps_nan() -> N
     types = {**codes, "scales_ptr": "*fp32", "largest": "fp32"}
     for capability, ahead in ((89, 0), (90, 0), (90, 8)):
         constants = {"BLOCK": 4096, "AHEAD": ahead}
-        kernel = Kernel(ops._round_rows_kernel, constants, num_warps=8, types=types)
+        kernel = Kernel(few._round_rows_kernel, constants, num_warps=8, types=types)
         ptx = compiled(kernel, capability, "bf16").asm["ptx"]
         assert "min.NaN" in ptx
         assert ("prefetch" in ptx) == bool(ahead)
@@ -629,17 +630,17 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
     capability: int, item_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
-    most = ops.MAX_SCALED_ROWS if item_bytes == 1 else ops.MAX_FEW_ROWS
+    most = few.MAX_SCALED_ROWS if item_bytes == 1 else few.MAX_FEW_ROWS
     weights = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
     cases = [(*weight, False) for weight in weights] + [(28672, 4096, True)]
     shapes = {
-        (gated, ops._FewRows.choose(rows, *weight, limit, gated, item_bytes))
+        (gated, few.FewRows.choose(rows, *weight, limit, gated, item_bytes))
         for rows in (1, 17, 64, most)
         for *weight, gated in cases
     }
     assert len(shapes) >= 8
 
-    def staged(gated: bool, shape: ops._FewRows) -> int:
+    def staged(gated: bool, shape: few.FewRows) -> int:
         return (shape.block_m + (1 + gated) * shape.block_n) * shape.block_k * shape.num_stages
 
     largest = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from sglang.srt.platform import num_multiprocessors, supports_dependent_launch
 
 # Decided where kernels are decorated: with TRITON_INTERPRET=1 they run on CPU tensors.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+Launch = Callable[[int], dict[str, int]]
+"""Gives the launch options of a kernel of so many programs that calls `begin`."""
 
 
 @triton.jit
