@@ -182,7 +182,6 @@ def few_rows(shape: few.FewRows, is_gated: bool, is_scaled: bool) -> Kernel:
         "BLOCK_N": shape.block_n,
         "BLOCK_K": shape.block_k,
         "GATED": is_gated,
-        "AHEAD": shape.ahead,
         "EXACT_K": min(few.EXACT_COLUMNS, shape.block_k),
     }
     scales = {"row_scales_ptr": "*fp32", "scales_ptr": "*fp32"}

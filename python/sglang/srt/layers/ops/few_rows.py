@@ -17,7 +17,16 @@ MAX_FEW_ROWS = 64
 MAX_SCALED_ROWS = 128
 CACHE_LINE = tl.constexpr(128)  # bytes
 LINES = tl.constexpr(2048)  # that a program reads ahead
-EXACT_COLUMNS = 128  # that tensor cores may sum in fewer bits than float32 has, of 8 bits each
+EXACT_COLUMNS = 128
+# Of 8 bits, by block_m: cache lines of a row that are read ahead; block_n, block_k, num_stages and
+# num_warps for weights of many outputs, of many inputs, of more than a few outputs, and others.
+LINES_AHEAD = {16: 8, 32: 4, 64: 4, 128: 2}
+SCALED_TILES = {
+    16: ((64, 256, 2, 4), (32, 512, 6, 4), (64, 256, 6, 8), (32, 256, 4, 4)),
+    32: ((128, 256, 2, 8), (32, 512, 6, 4), (64, 512, 3, 4), (64, 512, 3, 4)),
+    64: ((64, 128, 3, 4), (32, 256, 6, 4), (64, 256, 4, 8), (64, 128, 6, 4)),
+    128: ((128, 128, 3, 8), (32, 128, 6, 8), (64, 128, 6, 8), (32, 128, 6, 8)),
+}
 
 
 @triton.jit(do_not_specialize=["num_rows", "early"])
@@ -51,28 +60,21 @@ def _round_rows_kernel(
 def _few_rows_kernel(
     x_ptr, weight_ptr, out_ptr, row_scales_ptr, scales_ptr, num_rows, out_features, in_features,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    AHEAD: tl.constexpr, EXACT_K: tl.constexpr, PDL: tl.constexpr, early,
+    EXACT_K: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """x [num_rows, in_features] times the transpose of weight [out_features, in_features]: a
     program reads BLOCK_N rows of the weight, once. The blocks divide the features.
 
     row_scales, scales: of rows of x and of the weight if both have 8 bits, in float32; else None.
-    AHEAD: cache lines of each row of the weight that are read ahead.
+    EXACT_K: columns of 8 bits that tensor cores may sum in fewer bits than float32 has.
     GATED: of weight [2 * out_features, in_features], silu of the first half's product times that of
     the second, both rounded as products are; a program reads half of its rows from each."""
+    begin(PDL, early)
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row = tl.arange(0, BLOCK_M)
     feature = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     column = tl.arange(0, BLOCK_K)
-    first = weight_ptr + feature[:, None].to(tl.int64) * in_features
-    if AHEAD:
-        ITEMS: tl.constexpr = CACHE_LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        line = tl.minimum(tl.arange(0, AHEAD) * ITEMS, in_features - 1)[None, :]
-        read_ahead(PDL, first + line)
-        if GATED:
-            read_ahead(PDL, first + out_features.to(tl.int64) * in_features + line)
-    begin(PDL, early)
-    weight = first + column[None, :]
+    weight = weight_ptr + feature[:, None].to(tl.int64) * in_features + column[None, :]
     x = x_ptr + row[:, None] * in_features + column[None, :]
     exists = (row < num_rows)[:, None]
     total = tl.zeros([BLOCK_M, WIDTH], dtype=tl.float32)
@@ -105,7 +107,7 @@ class FewRows:
     """The launch of `_few_rows_kernel`, chosen on an H100.
 
     Attributes:
-        ahead: cache lines of each row of the weight that are read ahead.
+        ahead: cache lines of each row of the weight that are read while x is rounded to 8 bits.
     """
 
     block_m: int
@@ -114,7 +116,6 @@ class FewRows:
     num_stages: int
     num_warps: int
     ahead: int = 0
-    ahead_of_rounding: int = 0
 
     @classmethod
     def choose(
@@ -140,7 +141,7 @@ class FewRows:
         if INTERPRETED:
             chosen = cls(block_m, 64, 64, 1, 4)
         elif is_scaled:
-            chosen = cls._scaled(block_m, out_features, in_features, is_gated)
+            chosen = cls._scaled(block_m, out_features, in_features)
         elif block_m == 16:
             if out_features >= 16384:
                 chosen = cls(16, 64 if is_gated else 32, 128, 3, 4)
@@ -165,17 +166,13 @@ class FewRows:
         return replace(chosen, num_stages=min(chosen.num_stages, shared_bytes // stage_bytes))
 
     @classmethod
-    def _scaled(cls, block_m: int, out_features: int, in_features: int, is_gated: bool) -> FewRows:
-        """The launch for numbers of 8 bits."""
-        if block_m <= 32:
-            if out_features >= 16384:
-                return cls(block_m, 64, 256, 3, 4, 8)
-            if in_features >= 8192:
-                return cls(block_m, 32, 512, 5, 4, 8)
-            return cls(block_m, 64 if out_features > 4224 else 32, 256, 5, 4, 8)
-        if out_features >= 16384:
-            return cls(block_m, 128, 128, 4, 4 if block_m == 64 else 8, 8)
-        return cls(block_m, 64 if out_features > 4224 else 32, 256, 4, 4, 8)
+    def _scaled(cls, block_m: int, out_features: int, in_features: int) -> FewRows:
+        """The launch for numbers of 8 bits. Blocks of columns become smaller until they divide the
+        features."""
+        kinds = out_features >= 16384, in_features >= 8192, out_features > 4224, True
+        block_n, block_k, num_stages, num_warps = SCALED_TILES[block_m][kinds.index(True)]
+        block_k = min(block_k, max(64, in_features & -in_features))
+        return cls(block_m, block_n, block_k, num_stages, num_warps, LINES_AHEAD[block_m])
 
 
 def round_rows(
@@ -185,13 +182,13 @@ def round_rows(
 
     Args:
         weight: what x will be multiplied by.
-        ahead: cache lines of each of the weight's rows that are read ahead.
+        ahead: cache lines of each of the weight's rows that are read ahead, if it has as many.
     """
     (num_rows, size), x = x.shape, x.contiguous()
     codes = torch.empty_like(x, dtype=CODES)
     scales = x.new_empty((num_rows, 1), dtype=torch.float32)
     if num_rows:
-        num_features = len(weight.codes)
+        num_features, ahead = len(weight.codes), min(ahead, size // CACHE_LINE.value)
         num_programs = num_rows + triton.cdiv(num_features * ahead, LINES)
         _round_rows_kernel[(num_programs,)](
             x, codes, scales, weight.codes, num_rows, num_features, size, LARGEST,
@@ -217,13 +214,13 @@ def product_of_few_rows(
     out = x.new_empty((num_rows, out_features))
     row_scales = scales = None
     if isinstance(weight, ScaledWeight):
-        x, row_scales = round_rows(x, weight, tiles.ahead_of_rounding, launch)
+        x, row_scales = round_rows(x, weight, tiles.ahead, launch)
         scales = weight.scales
     num_programs = num_features // tiles.block_n
     _few_rows_kernel[(num_programs,)](
         x, numbers, out, row_scales, scales, num_rows, out_features, in_features,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GATED=is_gated,
-        AHEAD=tiles.ahead, EXACT_K=min(EXACT_COLUMNS, tiles.block_k),
+        EXACT_K=min(EXACT_COLUMNS, tiles.block_k),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(num_programs),
     )  # fmt: skip
     return out
