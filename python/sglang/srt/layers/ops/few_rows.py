@@ -18,14 +18,33 @@ MAX_SCALED_ROWS = 128
 CACHE_LINE = tl.constexpr(128)  # bytes
 LINES = tl.constexpr(2048)  # that a program reads ahead
 EXACT_COLUMNS = 128
-# Of 8 bits, by block_m: cache lines of a row that are read ahead; block_n, block_k, num_stages and
-# num_warps for weights of many outputs, of many inputs, of more than a few outputs, and others.
-LINES_AHEAD = {16: 8, 32: 4, 64: 4, 128: 2}
+# `FewRows` of 8 bits by most rows, for weights of many outputs, of many inputs, of more than a few
+# outputs, and others.
 SCALED_TILES = {
-    16: ((64, 256, 2, 4), (32, 512, 6, 4), (64, 256, 6, 8), (32, 256, 4, 4)),
-    32: ((128, 256, 2, 8), (32, 512, 6, 4), (64, 512, 3, 4), (64, 512, 3, 4)),
-    64: ((64, 128, 3, 4), (32, 256, 6, 4), (64, 256, 4, 8), (64, 128, 6, 4)),
-    128: ((128, 128, 3, 8), (32, 128, 6, 8), (64, 128, 6, 8), (32, 128, 6, 8)),
+    16: (
+        (16, 64, 256, 2, 4, 8),
+        (16, 32, 512, 6, 4, 8),
+        (16, 64, 256, 6, 8, 8),
+        (16, 32, 256, 4, 4, 8),
+    ),
+    32: (
+        (32, 128, 256, 2, 8, 4),
+        (32, 32, 512, 6, 4, 4),
+        (32, 64, 512, 3, 4, 4),
+        (32, 64, 512, 3, 4, 4),
+    ),
+    64: (
+        (64, 64, 128, 3, 4, 4),
+        (64, 32, 256, 6, 4, 4),
+        (64, 64, 256, 4, 8, 4),
+        (64, 64, 128, 6, 4, 4),
+    ),
+    128: (
+        (128, 128, 128, 3, 8, 2),
+        (128, 32, 128, 6, 8, 2),
+        (128, 64, 128, 6, 8, 2),
+        (128, 32, 128, 6, 8, 2),
+    ),
 }
 
 
@@ -141,7 +160,7 @@ class FewRows:
         if INTERPRETED:
             chosen = cls(block_m, 64, 64, 1, 4)
         elif is_scaled:
-            chosen = cls._scaled(block_m, out_features, in_features)
+            chosen = cls._scaled(num_rows, out_features, in_features)
         elif block_m == 16:
             if out_features >= 16384:
                 chosen = cls(16, 64 if is_gated else 32, 128, 3, 4)
@@ -166,13 +185,13 @@ class FewRows:
         return replace(chosen, num_stages=min(chosen.num_stages, shared_bytes // stage_bytes))
 
     @classmethod
-    def _scaled(cls, block_m: int, out_features: int, in_features: int) -> FewRows:
+    def _scaled(cls, num_rows: int, out_features: int, in_features: int) -> FewRows:
         """The launch for numbers of 8 bits. Blocks of columns become smaller until they divide the
         features."""
         kinds = out_features >= 16384, in_features >= 8192, out_features > 4224, True
-        block_n, block_k, num_stages, num_warps = SCALED_TILES[block_m][kinds.index(True)]
-        block_k = min(block_k, max(64, in_features & -in_features))
-        return cls(block_m, block_n, block_k, num_stages, num_warps, LINES_AHEAD[block_m])
+        tiles = next(tiles for most, tiles in SCALED_TILES.items() if num_rows <= most)
+        chosen = cls(*tiles[kinds.index(True)])
+        return replace(chosen, block_k=min(chosen.block_k, max(64, in_features & -in_features)))
 
 
 def round_rows(
