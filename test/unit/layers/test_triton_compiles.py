@@ -653,6 +653,20 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
         assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_blocks_of_8_bits_divide_the_parts_that_ranks_have(num_ranks: int) -> None:
+    """Of Llama 8B."""
+    parts = [
+        *((6144 // num_ranks, 4096, False), (4096, 4096 // num_ranks, False)),
+        *((28672 // num_ranks, 4096, True), (4096, 14336 // num_ranks, False)),
+    ]
+    for num_rows in (1, 17, 33, 65):
+        for out_features, in_features, is_gated in parts:
+            tiles = few.FewRows.choose(num_rows, out_features, in_features, 227 << 10, is_gated, 1)
+            assert tiles is not None, (num_rows, out_features, in_features)
+            assert out_features % tiles.block_n == in_features % tiles.block_k == 0
+
+
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize(("num_rows", "is_gated"), [(32, True), (512, True), (4096, False)])
