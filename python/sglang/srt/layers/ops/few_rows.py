@@ -18,8 +18,8 @@ MAX_SCALED_ROWS = 128
 CACHE_LINE = tl.constexpr(128)  # bytes
 LINES = tl.constexpr(2048)  # that a program reads ahead
 EXACT_COLUMNS = 128
-# Fields of `FewRows` of 8 bits by most rows, for weights of many outputs, many inputs, more than few
-# outputs, and others.
+# Fields of `FewRows` of 8 bits by most rows, for weights of many outputs, of many inputs, of more
+# than few outputs, and others.
 SCALED_TILES = {
     16: (
         (16, 64, 256, 2, 4, 8),
