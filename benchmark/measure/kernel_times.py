@@ -45,6 +45,7 @@ KINDS = (  # the first whose words appear in a kernel's name
     ("norm", ("rms_norm",)),
     ("rope and KV write", ("_rotate_and_store",)),
     ("activation", ("_silu_and_mul",)),
+    ("rounding to 8 bits", ("_round_rows",)),
     ("sampling", ("argmax", "sgl_kernel", "logsumexp")),
     (
         PRODUCTS,

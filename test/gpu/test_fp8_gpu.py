@@ -66,13 +66,44 @@ def test_products_of_1_to_512_rows_are_those_of_rounded_rows(
         for added in (None, bias):
             expected = rounded_rows(x) @ weight.values(torch.float64).T
             expected = expected if added is None else expected + added
-            found = ops.scaled_linear(x, weight, added)
+            found = ops.linear(x, weight, added)
             assert found.dtype == torch.bfloat16
             torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
     nothing = torch.zeros(3, in_features, device=DEVICE, dtype=torch.bfloat16)
-    assert not ops.scaled_linear(nothing, weight, None).any()
+    assert not ops.linear(nothing, weight, None).any()
     nothing[1, 5] = torch.nan
-    assert ops.scaled_linear(nothing, weight, None).isnan().any(1).tolist() == [False, True, False]
+    assert ops.linear(nothing, weight, None).isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("num_features", "in_features"), [(28672, 4096), (512, 256)])
+def test_gated_products_of_1_to_200_rows_are_those_of_rounded_rows(
+    num_features: int, in_features: int
+) -> None:
+    from sglang.srt.layers.ops.triton_ops import TritonOps
+
+    ops, weight = TritonOps(DEVICE), drawn_weight(num_features, in_features)
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    for num_rows in (1, 16, 17, 33, 64, 65, 128, 129, 200):
+        x = torch.randn(num_rows, in_features, generator=generator, device=DEVICE).bfloat16()
+        gate, up = (rounded_rows(x) @ weight.values(torch.float64).T).chunk(2, -1)
+        found = ops.gated_linear(x, weight, None)
+        expected = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(6144, 4096), (4096, 14336)])
+def test_a_row_is_the_same_alone_and_among_others_up_to_the_order_of_sums(
+    out_features: int, in_features: int
+) -> None:
+    """Results differ by one step of bfloat16 at most, where they are not near 0."""
+    from sglang.srt.layers.ops.triton_ops import TritonOps
+
+    ops, weight = TritonOps(DEVICE), drawn_weight(out_features, in_features)
+    x = torch.randn(512, in_features, device=DEVICE).bfloat16()
+    whole = ops.linear(x, weight, None)
+    for num_rows in (1, 16, 32, 64, 128, 129):
+        found = ops.linear(x[:num_rows], weight, None)
+        torch.testing.assert_close(found, whole[:num_rows], rtol=2**-7, atol=2e-3)
 
 
 def test_a_recorded_product_rounds_the_rows_of_each_replay() -> None:
@@ -80,11 +111,11 @@ def test_a_recorded_product_rounds_the_rows_of_each_replay() -> None:
 
     ops, weight = TritonOps(DEVICE), drawn_weight(512, 256)
     x = torch.randn(9, 256, device=DEVICE).bfloat16()
-    ops.scaled_linear(x, weight, None)  # compiles
+    ops.linear(x, weight, None)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.scaled_linear(x, weight, None)
+        out = ops.linear(x, weight, None)
     for size in (1.0, 1e-2, 50.0):
         x.copy_(torch.randn(9, 256, device=DEVICE) * size)
         graph.replay()

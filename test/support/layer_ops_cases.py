@@ -130,23 +130,37 @@ def product_case(num_rows: int, out_features: int, in_features: int) -> Case:
     return run
 
 
-def scaled_case(num_rows: int, out_features: int, in_features: int, has_bias: bool = False) -> Case:
+def scaled_case(
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    has_bias: bool = False,
+    is_gated: bool = False,
+) -> Case:
     """A product with a weight of 8 bits, in bfloat16; the error is in proportion to the tolerance
     of the type. Each row of x is one of 8 bits times a power of 2, which rounding leaves as it is
-    (Triton's interpreter rounds to 8 bits wrongly)."""
+    (Triton's interpreter rounds to 8 bits wrongly).
+
+    Args:
+        is_gated: half of the features are gates; on a CPU in float16, since Triton's interpreter
+            multiplies bfloat16 wrongly.
+    """
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         x = 100 * _values(generator, device, torch.float32, num_rows, in_features)
         x[:, 5] = 448.0
-        sizes = 2.0 ** torch.arange(-7, num_rows - 7).remainder(14)[:, None]
-        x = (x.clamp(-448, 448).to(CODES).float() / 256 / sizes.to(device)).bfloat16()
+        used = torch.float16 if is_gated and device == "cpu" else torch.bfloat16
+        sizes = 2.0 ** torch.arange(num_rows).remainder(4 if is_gated else 14)[:, None]
+        x = (x.clamp(-448, 448).to(CODES).float() / 256 / sizes.to(device)).to(used)
         values = _values(generator, device, torch.float32, out_features, in_features)
         weight = scaled(values / in_features**0.5, CHANNEL)
-        bias = _values(generator, device, torch.bfloat16, out_features) if has_bias else None
+        bias = _values(generator, device, used, out_features) if has_bias else None
         expected = x.double() @ weight.values(torch.float64).T
         expected = expected if bias is None else expected + bias
-        error = _worst(ops.scaled_linear(x, weight, bias), expected, torch.bfloat16)
-        return error * TOLERANCE[dtype] / TOLERANCE[torch.bfloat16]
+        expected = ORACLE.silu_and_mul(expected) if is_gated else expected
+        product = ops.gated_linear if is_gated else ops.linear
+        error = _worst(product(x, weight, bias), expected, used)
+        return error * TOLERANCE[dtype] / TOLERANCE[used]
 
     return run
 
@@ -236,6 +250,15 @@ CASES: dict[str, Case] = {
     "8-bit product of no rows": scaled_case(0, 64, 256),
     "8-bit product of 24 rows with a bias": scaled_case(24, 512, 272, has_bias=True),
     "8-bit product of 512 rows": scaled_case(512, 256, 512),
+    "8-bit product of 40 rows": scaled_case(40, 128, 512),
+    "8-bit product of 128 rows": scaled_case(128, 4288, 256),
+    "8-bit product over many columns": scaled_case(20, 64, 8192),
+    "8-bit product of 16 rows": scaled_case(16, 16384, 256),
+    "8-bit gated product of one row": scaled_case(1, 128, 256, is_gated=True),
+    "8-bit gated product of no rows": scaled_case(0, 128, 256, is_gated=True),
+    "8-bit gated product with a bias": scaled_case(3, 128, 256, has_bias=True, is_gated=True),
+    "8-bit gated product of 65 rows": scaled_case(65, 256, 256, is_gated=True),
+    "8-bit gated product of 200 rows": scaled_case(200, 256, 256, is_gated=True),
     "gated product of one row": gated_case(1, 64, 256),
     "gated product of no rows": gated_case(0, 64, 256),
     "gated product of an odd size": gated_case(3, 50, 70),
@@ -254,6 +277,8 @@ CASES: dict[str, Case] = {
     "product of 40 rows, few features": product_case(40, 512, 256),
     "gated product of 16 rows, few features": gated_case(16, 256, 256),
     "gated product of 64 rows, few features": gated_case(64, 256, 256),
+    "8-bit product of 16 rows, few features": scaled_case(16, 128, 256),
+    "8-bit product of 128 rows, few features": scaled_case(128, 128, 256),
 }
 # So many features choose other tiles on a GPU, but none in the interpreter, where each of these
 # runs as the case of its name with few features.

@@ -122,6 +122,7 @@ def test_a_load_is_measured_by_its_median_on_prompts_that_are_always_fresh() -> 
         ("_add_rms_norm_kernel", "norm"),
         ("_rotate_and_store_kernel", "rope and KV write"),
         ("_silu_and_mul_kernel", "activation"),
+        ("_round_rows_kernel", "rounding to 8 bits"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
         ("vectorized_elementwise_kernel", "other"),
     ],

@@ -31,6 +31,7 @@ from sglang.srt.layers.attention.triton_ops import (
 )
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import experts_kernels as experts
+from sglang.srt.layers.ops import few_rows as few
 from sglang.srt.layers.ops import ordered_products
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.layers.ops.expert_products import ExpertTiles
@@ -176,8 +177,21 @@ def tree_kernels(
     }
 
 
-def few_rows(block_m: int, block_n: int, block_k: int, gated: bool = False) -> dict[str, Any]:
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GATED": gated}
+def few_rows(shape: few.FewRows, is_gated: bool, is_scaled: bool) -> Kernel:
+    """The product of few rows with a weight of 16 bits, or of 8 bits with scales."""
+    constants = {
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "BLOCK_K": shape.block_k,
+        "GATED": is_gated,
+        "EXACT_K": min(few.EXACT_COLUMNS, shape.block_k),
+    }
+    scales = {"row_scales_ptr": "*fp32", "scales_ptr": "*fp32"}
+    if not is_scaled:
+        constants, scales = {**constants, **dict.fromkeys(scales)}, {}
+    types = scales | {"x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"} if is_scaled else {}
+    function = few._few_rows_kernel
+    return Kernel(function, constants, shape.num_warps, shape.num_stages, types)
 
 
 def experts_product(
@@ -272,15 +286,18 @@ KERNELS = {
         },
         num_warps=1,
     ),
-    "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
-    "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
-    "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),
-    "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 64, 128, True), num_stages=3),
+    "16 rows": few_rows(few.FewRows(16, 32, 256, 6, 4), False, False),
+    "64 rows": few_rows(few.FewRows(64, 128, 128, 3, 4), False, False),
+    "16 rows, gated": few_rows(few.FewRows(16, 64, 128, 3, 4), True, False),
+    "64 rows, gated": few_rows(few.FewRows(64, 64, 128, 3, 4), True, False),
     **{
         f"a tile of a product{', gated' * gated}{', not even' * (not is_even)}": Kernel(
             ordered_products.tile_kernel,
             {
-                **few_rows(128, 128, 64, gated),
+                "BLOCK_M": 128,
+                "BLOCK_N": 128,
+                "BLOCK_K": 64,
+                "GATED": gated,
                 "IS_EVEN": is_even,
                 "BAND": ordered_products.BAND,
                 **({"bias_ptr": None} if is_even else {}),
@@ -570,11 +587,14 @@ def test_another_variant_compiles(name: str, capability: int, dtype: str) -> Non
 
 
 def test_rounding_to_8_bits_compiles_where_gpus_multiply_so_and_keeps_nan() -> None:
-    types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "largest": "fp32"}
-    kernel = Kernel(ops._round_rows_kernel, {"BLOCK": 4096}, num_warps=8, types=types)
-    for capability in (89, 90):
+    codes = {"codes_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
+    types = {**codes, "scales_ptr": "*fp32", "largest": "fp32"}
+    for capability, ahead in ((89, 0), (90, 0), (90, 8)):
+        constants = {"BLOCK": 4096, "AHEAD": ahead}
+        kernel = Kernel(few._round_rows_kernel, constants, num_warps=8, types=types)
         ptx = compiled(kernel, capability, "bf16").asm["ptx"]
         assert "min.NaN" in ptx
+        assert ("prefetch" in ptx) == bool(ahead)
 
 
 @pytest.mark.long_matrix
@@ -637,21 +657,24 @@ def shared_bytes(capability: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return found
 
 
-@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(
+    ("capability", "item_bytes"), [*((capability, 2) for capability in GPUS), (89, 1), (90, 1)]
+)
 def test_products_of_few_rows_fit_into_the_shared_memory(
-    capability: int, monkeypatch: pytest.MonkeyPatch
+    capability: int, item_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
+    most = few.MAX_SCALED_ROWS if item_bytes == 1 else few.MAX_FEW_ROWS
     weights = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
     cases = [(*weight, False) for weight in weights] + [(28672, 4096, True)]
     shapes = {
-        (gated, ops._FewRows.choose(rows, *weight, limit, gated))
-        for rows in (1, 17, 64)
+        (gated, few.FewRows.choose(rows, *weight, limit, gated, item_bytes))
+        for rows in (1, 17, 64, most)
         for *weight, gated in cases
     }
     assert len(shapes) >= 8
 
-    def staged(gated: bool, shape: ops._FewRows) -> int:
+    def staged(gated: bool, shape: few.FewRows) -> int:
         return (shape.block_m + (1 + gated) * shape.block_n) * shape.block_k * shape.num_stages
 
     largest = {}
@@ -660,10 +683,23 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
         assert shape.num_stages >= 2, "Nothing would be loaded ahead."
         largest[gated, shape.block_m] = shape
     for (gated, _), shape in largest.items():
-        constants = few_rows(shape.block_m, shape.block_n, shape.block_k, gated)
-        kernel = Kernel(ops._few_rows_kernel, constants, shape.num_warps, shape.num_stages)
+        kernel = few_rows(shape, gated, item_bytes == 1)
         dtype = "bf16" if capability >= 90 else "fp16"
         assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_blocks_of_8_bits_divide_the_parts_that_ranks_have(num_ranks: int) -> None:
+    """Of Llama 8B."""
+    parts = [
+        *((6144 // num_ranks, 4096, False), (4096, 4096 // num_ranks, False)),
+        *((28672 // num_ranks, 4096, True), (4096, 14336 // num_ranks, False)),
+    ]
+    for num_rows in (1, 17, 33, 65):
+        for out_features, in_features, is_gated in parts:
+            tiles = few.FewRows.choose(num_rows, out_features, in_features, 227 << 10, is_gated, 1)
+            assert tiles is not None, (num_rows, out_features, in_features)
+            assert out_features % tiles.block_n == in_features % tiles.block_k == 0
 
 
 @pytest.mark.long_matrix

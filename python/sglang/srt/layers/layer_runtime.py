@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, single_rows
-from sglang.srt.layers.scaled_weight import ScaledWeight
+from sglang.srt.layers.scaled_weight import Weight
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 
@@ -30,20 +30,13 @@ class LayerOps(Protocol):
 
     def __init__(self, device: torch.device) -> None: ...
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x [T, in_features] times the transpose of weight [out_features, in_features], plus bias
-        [out_features]: [T, out_features]."""
-
-    def scaled_linear(
-        self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """`linear` with the values of a weight of 8 bits. An implementation may round x too, each
-        row by a scale of its own."""
+        [out_features]: [T, out_features]. With a weight of 8 bits, an implementation may round x
+        too, each row by a scale of its own."""
 
     def gated_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """`silu_and_mul` of the result of `linear` with a weight [2 * out_features, in_features]:
         [T, out_features]."""
@@ -149,10 +142,8 @@ class LayerRuntime:
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
         self._ops = ops
         self.linear = ops.linear
-        self.scaled_linear = ops.scaled_linear
         self.add_rms_norm = ops.add_rms_norm
         self.gated_linear = ops.gated_linear
-        self.silu_and_mul = ops.silu_and_mul
         self.experts = ops.experts
 
     def plan(self, batch: ForwardBatch) -> None:

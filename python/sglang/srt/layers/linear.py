@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sglang.srt.layers.layer_runtime import Collectives, LayerRuntime
-from sglang.srt.layers.scaled_weight import ALIGNMENT, CODES, ScaledWeight
+from sglang.srt.layers.scaled_weight import ALIGNMENT, CODES, ScaledWeight, Weight
 from sglang.srt.shard import WHOLE, Cut, Shard
 from sglang.srt.weight_format import WEIGHT, WeightFormat
 
@@ -40,18 +40,18 @@ class Linear(nn.Linear):
         self, x: torch.Tensor, runtime: LayerRuntime, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x [T, in_features] times what this rank has of the weight, plus a bias."""
-        if self.form is None:
-            return runtime.linear(x, self.weight, bias)
-        return runtime.scaled_linear(x, self._scaled(self.form), bias)
+        return runtime.linear(x, self.held, bias)
 
     def gated(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         """silu of the first half of the outputs times the second: [T, out_features / 2]."""
-        if self.form is None:
-            return runtime.gated_linear(x, self.weight, self.bias)
-        return runtime.silu_and_mul(self.product(x, runtime, self.bias))
+        return runtime.gated_linear(x, self.held, self.bias)
 
-    def _scaled(self, form: WeightFormat) -> ScaledWeight:
-        return ScaledWeight(self.weight, self.weight_scale, form)
+    @property
+    def held(self) -> Weight:
+        """The part of the weight that this rank has, in its form."""
+        if self.form is None:
+            return self.weight
+        return ScaledWeight(self.weight, self.weight_scale, self.form)
 
     def takes(self, form: WeightFormat) -> bool:
         """Tells whether what this rank has of the weight is made of whole blocks, and of features
@@ -204,11 +204,10 @@ class FusedLinear(Linear):
 
     def without_first(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         """Computes all parts but the first one."""
-        start = self.shard_sizes[0]
+        start, held = self.shard_sizes[0], self.held
         bias = None if self.bias is None else self.bias[start:]
-        if self.form is None:
-            return runtime.linear(x, self.weight[start:], bias)
-        return runtime.scaled_linear(x, self._scaled(self.form).rows_from(start), bias)
+        rows = held.rows_from(start) if isinstance(held, ScaledWeight) else held[start:]
+        return runtime.linear(x, rows, bias)
 
     def takes(self, form: WeightFormat) -> bool:
         units = form.rows, ALIGNMENT  # `without_first` multiplies some of the parts alone

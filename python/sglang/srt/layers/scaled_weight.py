@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,9 @@ class ScaledWeight(NamedTuple):
         return ScaledWeight(self.codes[start:], self.scales[start // self.form.rows :], self.form)
 
 
+Weight: TypeAlias = torch.Tensor | ScaledWeight
+
+
 def scaled(values: torch.Tensor, form: WeightFormat) -> ScaledWeight:
     """Rounds a weight [out_features, in_features] to 8 bits, the largest of each block to the
     largest code; on the device of the values."""
@@ -50,7 +53,9 @@ def scaled(values: torch.Tensor, form: WeightFormat) -> ScaledWeight:
     missing = 0, shape[1] * columns - num_columns, 0, shape[0] * rows - num_rows
     blocks = F.pad(values.to(torch.float32), missing)
     blocks = blocks.view(shape[0], rows, shape[1], columns)
-    scales = blocks.abs().amax((1, 3)) / LARGEST
+    # A GPU divides by a number as it multiplies by the reciprocal, by a tensor as a host does.
+    largest = torch.full((), LARGEST, device=values.device)
+    scales = blocks.abs().amax((1, 3)) / largest
     scales.masked_fill_(scales == 0, 1.0)
     codes = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(CODES)
     codes = codes.view(shape[0] * rows, -1)[:num_rows, :num_columns]

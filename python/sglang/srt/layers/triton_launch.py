@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from sglang.srt.platform import num_multiprocessors, supports_dependent_launch
 
 # Decided where kernels are decorated: with TRITON_INTERPRET=1 they run on CPU tensors.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+Launch = Callable[[int], dict[str, int]]
+"""Gives the launch options of a kernel of so many programs that calls `begin`."""
 
 
 @triton.jit
@@ -42,6 +46,18 @@ def begin(PDL: tl.constexpr, early, beside=0):
             gdc_wait()
         if early != 0:
             gdc_launch_dependents()
+
+
+@triton.jit
+def read_ahead(PDL: tl.constexpr, pointers):
+    """Has the cache lines of `pointers` read into the GPU's L2 cache, before `begin`: the memory is
+    then busy while the kernel before this one still runs. Nothing is waited for, and nothing
+    becomes known of what the lines hold, so any kernel may write them."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

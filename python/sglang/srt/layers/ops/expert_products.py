@@ -10,7 +10,6 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -24,15 +23,12 @@ from sglang.srt.layers.ops.experts_kernels import (
     route_kernel,
     sum_kernel,
 )
-from sglang.srt.layers.triton_launch import INTERPRETED
+from sglang.srt.layers.triton_launch import INTERPRETED, Launch
 
 LEAST_BINS = 32  # of a histogram
 FEW_PAIRS, CHUNK = 1024, 4096  # pairs that a program reads at once
 SUM_BLOCK = 512
 BLOCK_FIELDS = 3  # expert, place of the first pair, number of pairs
-
-Launch = Callable[[int], dict[str, int]]
-"""Gives the launch options of a kernel of so many programs that calls `begin`."""
 
 
 class Tile(NamedTuple):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.chosen_experts import choose_experts, sum_of_chosen
-from sglang.srt.layers.scaled_weight import ScaledWeight
+from sglang.srt.layers.scaled_weight import ScaledWeight, Weight
 
 
 class TorchOps:
@@ -15,20 +15,14 @@ class TorchOps:
 
     def __init__(self, device: torch.device) -> None: ...
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return F.linear(x, weight, bias)
-
-    def scaled_linear(
-        self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return F.linear(x, weight.values(x.dtype), bias)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        values = weight.values(x.dtype) if isinstance(weight, ScaledWeight) else weight
+        return F.linear(x, values, bias)
 
     def gated_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.silu_and_mul(F.linear(x, weight, bias))
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def experts(
         self,

@@ -8,8 +8,6 @@ dependent launch) and waits for it before it reads anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -18,14 +16,13 @@ import triton.language as tl
 from sglang.srt.layers.layer_runtime import HeadNorms
 from sglang.srt.layers.ops.activation import silu_times
 from sglang.srt.layers.ops.expert_products import ExpertTiles, compute_experts
+from sglang.srt.layers.ops.few_rows import product_of_few_rows, round_rows
 from sglang.srt.layers.ops.ordered_products import OrderedProducts
-from sglang.srt.layers.scaled_weight import CODES, LARGEST, ScaledWeight
-from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
+from sglang.srt.layers.scaled_weight import ScaledWeight, Weight
+from sglang.srt.layers.triton_launch import begin, dependent_launch
 from sglang.srt.platform import shared_memory_bytes
 
 MUL_BLOCK = 1024
-MAX_FEW_ROWS = 64
-ITEM_BYTES = 2  # of the types that `_few_rows_kernel` multiplies
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -61,24 +58,6 @@ def _silu_and_mul_kernel(
     gate = tl.load(gate_up_ptr + row * 2 * size + place, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + place, mask=mask, other=0.0)
     tl.store(out_ptr + row * size + place, silu_times(gate, up), mask=mask)
-
-
-@triton.jit(do_not_specialize=["early"])
-def _round_rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, size, largest, BLOCK: tl.constexpr, PDL: tl.constexpr, early
-):  # fmt: skip
-    """One program per row of `size` elements: its largest becomes `largest`. NaN stays NaN."""
-    begin(PDL, early)
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    mask = place < size
-    x = tl.load(x_ptr + row * size + place, mask=mask, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(x), 0)
-    scale = tl.where(most > 0, most / largest, 1.0)
-    codes = tl.clamp(x / scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-    codes = codes.to(codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + row * size + place, codes, mask=mask)
-    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit
@@ -144,98 +123,6 @@ def _rotate_and_store_kernel(
     tl.store(value + HALF, tl.load(source + HALF, mask=exists), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows", "early"])
-def _few_rows_kernel(
-    x_ptr, weight_ptr, out_ptr, num_rows, out_features, in_features,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr, early,
-):  # fmt: skip
-    """x [num_rows, in_features] times the transpose of weight [out_features, in_features]: a
-    program reads BLOCK_N rows of the weight, once. The blocks divide the features.
-
-    GATED: of weight [2 * out_features, in_features], silu of the first half's product times that of
-    the second, both rounded as products are; a program reads half of its rows from each."""
-    begin(PDL, early)
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    row = tl.arange(0, BLOCK_M)
-    feature = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    column = tl.arange(0, BLOCK_K)
-    weight = weight_ptr + feature[:, None].to(tl.int64) * in_features + column[None, :]
-    x = x_ptr + row[:, None] * in_features + column[None, :]
-    exists = (row < num_rows)[:, None]
-    total = tl.zeros([BLOCK_M, WIDTH], dtype=tl.float32)
-    second = tl.zeros([BLOCK_M, WIDTH], dtype=tl.float32)
-    for _ in range(0, in_features, BLOCK_K):
-        w = tl.load(weight, eviction_policy="evict_first")
-        values = tl.load(x, mask=exists, other=0.0)
-        total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
-        if GATED:
-            below = weight + out_features.to(tl.int64) * in_features
-            w = tl.load(below, eviction_policy="evict_first")
-            second = tl.dot(values, tl.trans(w), second, input_precision="ieee")
-        weight += BLOCK_K
-        x += BLOCK_K
-    result = total.to(out_ptr.dtype.element_ty)
-    if GATED:
-        result = silu_times(result, second.to(result.dtype))
-    out = out_ptr + row[:, None] * out_features + feature[None, :]
-    tl.store(out, result, mask=exists)
-
-
-@dataclass(frozen=True, slots=True)
-class _FewRows:
-    """The launch of `_few_rows_kernel`, chosen on an H100."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_stages: int
-    num_warps: int
-
-    @classmethod
-    def choose(
-        cls,
-        num_rows: int,
-        out_features: int,
-        in_features: int,
-        shared_bytes: int,
-        is_gated: bool = False,
-    ) -> _FewRows | None:
-        """None for more than `MAX_FEW_ROWS`, or where no block divides the features.
-
-        Args:
-            shared_bytes: of shared memory that a program may take; with less than an H100's, fewer
-                stages.
-        """
-        if num_rows > MAX_FEW_ROWS:
-            return None
-        block_m = next(rows for rows in (16, 32, MAX_FEW_ROWS) if num_rows <= rows)
-        if INTERPRETED:
-            chosen = cls(block_m, 64, 64, 1, 4)
-        elif block_m == 16:
-            if out_features >= 16384:
-                chosen = cls(16, 64 if is_gated else 32, 128, 3, 4)
-            elif in_features >= 8192:
-                chosen = cls(16, 32, 256, 6, 4)
-            elif out_features > 4224:
-                chosen = cls(16, 64, 256, 4, 4)
-            else:
-                chosen = cls(16, 32, 128, 6, 4)
-        elif out_features >= 16384:
-            block_n = 64 if is_gated and block_m == 64 else 128
-            chosen = cls(block_m, block_n, 128, 4 if block_m == 32 else 3, 4)
-        elif in_features >= 8192:
-            chosen = cls(64, 32, 128, 6, 4)
-        elif out_features > 4224:
-            chosen = cls(64, 64, 64, 8, 4) if block_m == 64 else cls(32, 64, 128, 5, 4)
-        else:
-            chosen = cls(block_m, 32, 128, 6, 4)
-        if out_features % chosen.block_n or in_features % chosen.block_k:
-            return None
-        stage_bytes = (chosen.block_m + chosen.block_n) * chosen.block_k * ITEM_BYTES
-        return replace(chosen, num_stages=min(chosen.num_stages, shared_bytes // stage_bytes))
-
-
 class TritonOps:
     """Implements `LayerOps`.
 
@@ -251,59 +138,39 @@ class TritonOps:
     def _launch(self, num_programs: int) -> dict[str, int]:
         return dependent_launch(self._device, num_programs)
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         out = self._few_rows(x, weight, bias, is_gated=False)
-        if out is None:
-            many_rows = F.linear if self._products is None else self._products.linear
-            out = many_rows(x, weight, bias)
-        return out
+        return self._many_rows(x, weight, bias) if out is None else out
 
-    def scaled_linear(
-        self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None
+    def gated_linear(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        (num_rows, size), x = x.shape, x.contiguous()
-        if num_rows == 0:
+        out = self._few_rows(x, weight, bias, is_gated=True)
+        if out is None and self._products is not None and bias is None:
+            assert not isinstance(weight, ScaledWeight), "Refused at the start."
+            out = self._products.gated_linear(x, weight)
+        return self.silu_and_mul(self._many_rows(x, weight, bias)) if out is None else out
+
+    def _many_rows(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not isinstance(weight, ScaledWeight):
+            many_rows = F.linear if self._products is None else self._products.linear
+            return many_rows(x, weight, bias)
+        if x.shape[0] == 0:
             return x.new_empty((0, len(weight.codes)))
-        codes = torch.empty_like(x, dtype=CODES)
-        scales = x.new_empty((num_rows, 1), dtype=torch.float32)
-        _round_rows_kernel[(num_rows,)](
-            x, codes, scales, size, LARGEST, BLOCK=triton.next_power_of_2(size),
-            num_warps=8 if size > 1024 else 4, **self._launch(num_rows),
-        )  # fmt: skip
+        codes, scales = round_rows(x, weight, 0, self._launch)
         return torch._scaled_mm(
             codes, weight.codes.t(), scales, weight.scales.t(), bias=bias, out_dtype=x.dtype
         )
 
-    def gated_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = self._few_rows(x, weight, bias, is_gated=True)
-        if out is None and self._products is not None and bias is None:
-            out = self._products.gated_linear(x, weight)
-        return self.silu_and_mul(self.linear(x, weight, bias)) if out is None else out
-
     def _few_rows(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, is_gated: bool
     ) -> torch.Tensor | None:
         """None where another kernel is to compute the product."""
         if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
             return None
-        num_features, in_features = weight.shape
-        shape = _FewRows.choose(x.shape[0], num_features, in_features, self._shared_bytes, is_gated)
-        if shape is None:
-            return None
-        out_features = num_features // 2 if is_gated else num_features
-        out = x.new_empty((x.shape[0], out_features))
-        num_programs = num_features // shape.block_n
-        _few_rows_kernel[(num_programs,)](
-            x, weight, out, x.shape[0], out_features, in_features,
-            BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, GATED=is_gated,
-            num_warps=shape.num_warps, num_stages=shape.num_stages,
-            **self._launch(num_programs),
-        )  # fmt: skip
-        return out
+        return product_of_few_rows(x, weight, is_gated, self._shared_bytes, self._launch)
 
     def experts(
         self,
