@@ -143,9 +143,9 @@ def test_a_packed_step_has_rows_for_those_who_probably_have_drafts() -> None:
     step = replace(step_of(64, VERIFIED, 4), is_packed=True)
     likely = 64 * 0.25 + MARGIN * math.sqrt(64 * 0.25 * 0.75)
     expected = 64 * 2 + math.ceil(3 * likely)
-    assert step.cuttable_rows(2, lambda kind, k: 0.25 if k == 4 else 1.0) == expected
-    assert step.current_shape(2, lambda kind, k: 0.25).num_rows == expected
-    assert step.cuttable_rows(2) == 64 * 5
+    shape = step.current_shape(2, lambda kind, k: 0.25 if k == 4 else 1.0)
+    assert shape.num_rows == expected
+    assert step.current_shape(2).num_rows == 64 * 5
 
 
 # ---------------------------------------------------------------- chances
@@ -374,7 +374,7 @@ def test_rows_of_a_packed_step_are_those_that_drafts_need_and_what_its_graph_has
         policy.observe(predicted(budget, VERIFIED, taken))
     assert budget.limit > 1
     assert budget.num_rows is not None
-    assert 27 * budget.limit < budget.num_rows < step.cuttable_rows(budget.limit)
+    assert 27 * budget.limit < budget.num_rows < step.current_shape(budget.limit).num_rows
     key = prices.find(27, 2 * budget.limit, budget.num_rows)
     assert key is not None
     assert key.num_tokens == budget.num_rows

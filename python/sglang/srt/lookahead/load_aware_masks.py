@@ -150,13 +150,12 @@ class LoadAwareMasks:
         return upcoming.current_shape(limit, self._share_with_drafts)
 
     def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:
-        """Rows of requests that can be cut: as many as they will probably need, and as many more as
-        the step's graph has room for; None if that is enough for all."""
-        shape, share = self._current_shape(upcoming, limit), self._share_with_drafts
+        """As many rows as requests will probably need, and as many more as the step's graph has
+        room for; None if that is enough for all."""
+        shape = self._current_shape(upcoming, limit)
         key = self._prices.find(shape.num_reqs, shape.widest, shape.num_rows)
-        spare = 0 if key is None else key.num_tokens - shape.num_rows
-        granted = upcoming.cuttable_rows(limit, share) + spare
-        return granted if granted < upcoming.cuttable_rows(limit) else None
+        room = shape.num_rows if key is None else key.num_tokens
+        return room if room < upcoming.current_shape(limit).num_rows else None
 
     def _share_with_drafts(self, kind: Kind, k: int) -> float:
         """Returns the share of verified requests of a kind that have drafts when they predict k

@@ -210,5 +210,5 @@ def _packed_size(
         fixed_reads += counts.num_read[i]
         # Unverified requests may have fewer pending tokens than the host expects.
         num_spare += pending[i] - 1 if is_decode else 0
-    given = min(most, max(num_rows, num_cut))
+    given = min(most, max(num_rows - fixed_rows, num_cut))
     return PackedSize(fixed_rows + given, fixed_reads + min(most, given + num_spare))

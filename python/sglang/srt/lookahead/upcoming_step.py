@@ -170,14 +170,6 @@ class UpcomingStep:
             prompts=self.prompts,
         )
 
-    def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
-        """Counts the rows of `current_shape` that the device may divide."""
-        return sum(
-            self._sizes(request, count, limit, False, share)[2]
-            for request, count in self.emitting.items()
-            if request.can_be_cut
-        )
-
     def plain_shape(self) -> StepShape:
         """The shape if no adjustable request looked ahead."""
         emitting = Counter[EmittingRequest]()
