@@ -349,20 +349,6 @@ def test_looking_ahead_never_takes_a_step_out_of_its_graph() -> None:
     assert max(tried) > 1
 
 
-def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
-    def limit(tokens_per_output: int) -> int:
-        policy, found = mask_policy(KNEE, MAX_K), 1
-        for step in range(400):
-            ends = [int(3 * each / tokens_per_output) for each in (step, step - 1)]
-            num_ended = 20 * (ends[0] - ends[1])
-            budget = policy.choose(replace(step_of(20, UNVERIFIED, 1), num_ended=num_ended))
-            found = budget.limit
-            policy.observe(predicted(budget, UNVERIFIED, [(found, min(found, 3))] * 20))
-        return found
-
-    assert limit(2) == 1 < limit(200)
-
-
 def test_rows_of_a_packed_step_are_those_that_drafts_need_and_what_its_graph_has_room_for() -> None:
     """Takes requests whose drafts are wrong in every other step."""
     prices, budget = PRICES["graphs"], Budget(1)

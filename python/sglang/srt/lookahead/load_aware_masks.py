@@ -29,8 +29,6 @@ from sglang.srt.step.price_table import StepShape
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
-PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had this many tokens
-REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +96,11 @@ class LoadAwareMasks:
         self._options_age = self._num_trials = 0
         self._least_loss_ms = 0.0  # of trials, while those options hold
         self._shares: dict[tuple[Kind, int], float] = {}  # while those options hold
-        self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         options = self._current_options(upcoming)
         most_ms = options.decode_ms + options.luck_ms
         self._budget.earn(TRIAL_SHARE * options.plain_ms, most_ms, options.decode_ms)
-        self._count_ends(upcoming.num_ended)
         longest = self._longest(upcoming)
         if sure := [limit for limit in self._sure(options) if limit <= longest]:
             limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
@@ -139,12 +135,7 @@ class LoadAwareMasks:
             if kind is not None:
                 self._survival[kind].record(tried, taken, count)
                 self._num_trials += count * (tried > 1)
-            self._num_tokens += count * taken
-        gained_ms = 0.0
-        if num_tokens > num_adjustable:
-            gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
-            gained_ms = gained * stakes.token_ms
-        self._budget.add(gained_ms - stakes.owed_ms)
+        self._budget.add((num_tokens - num_adjustable) * stakes.token_ms - stakes.owed_ms)
 
     def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
         return upcoming.current_shape(limit, self._share_with_drafts)
@@ -166,19 +157,6 @@ class LoadAwareMasks:
             runs = self._survival[kind].runs(k)
             self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1], runs[-1].mean - 1)
         return self._shares[kind, k]
-
-    def _count_ends(self, num_ended: int) -> None:
-        self._num_ended += num_ended
-        if self._num_ended > REMEMBERED_ENDS:
-            share = REMEMBERED_ENDS / self._num_ended
-            self._num_ended *= share
-            self._num_tokens *= share
-
-    def _delivered(self, tokens: float) -> float:
-        """Tokens per step that a client gets, of those accepted: at the end of an output half of
-        the last run is cut off on average, and one more step is under way."""
-        lost = tokens + (tokens - 1.0) / 2.0
-        return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
 
     def _current_options(self, upcoming: UpcomingStep) -> _Options:
         """Those computed before, while steps are alike and little has been learnt since."""
@@ -236,8 +214,6 @@ class LoadAwareMasks:
                 each: Sequence[float] = (length, length, length)
                 if request.kind is not None:
                     each = runs[request.kind][length - 1]
-                if request.is_adjustable and length > 1:
-                    each = [self._delivered(value) for value in each]
                 low += count * each[0]
                 mean += count * each[1]
                 high += count * each[2]

@@ -62,7 +62,6 @@ class UpcomingStep:
         prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompts: the chunks of prompts that it feeds.
-        num_ended: requests that have ended since the step before.
         is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
         is_fed: the drafter's model has been fed all tokens of the requests in `emitting`.
     """
@@ -73,7 +72,6 @@ class UpcomingStep:
     longest_prompt: int = 0
     prompt_reqs: int = 0
     prompts: tuple[PromptChunk, ...] = ()
-    num_ended: int = 0
     is_packed: bool = False
     is_fed: bool = True
 
@@ -83,7 +81,6 @@ class UpcomingStep:
         batch: ScheduleBatch,
         emitting: Mapping[EmittingRequest, int],
         *,
-        num_ended: int = 0,
         is_packed: bool = False,
         is_fed: bool = True,
     ) -> UpcomingStep:
@@ -100,7 +97,6 @@ class UpcomingStep:
             prompts=tuple(
                 [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
             ),
-            num_ended=num_ended,
             is_packed=is_packed,
             is_fed=is_fed,
         )
