@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -165,15 +165,6 @@ class UpcomingStep:
             num_rows=rows + self.prompt_rows,
             prompts=self.prompts,
         )
-
-    def plain_shape(self) -> StepShape:
-        """The shape if no adjustable request looked ahead."""
-        emitting = Counter[EmittingRequest]()
-        for request, count in self.emitting.items():
-            if request.is_adjustable:
-                request = request._replace(k=1, pending=min(request.pending, 1))
-            emitting[request] += count
-        return replace(self, emitting=emitting).current_shape(1)
 
     def _sizes(
         self,
