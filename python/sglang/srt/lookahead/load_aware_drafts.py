@@ -43,6 +43,7 @@ class LoadAwareDrafts:
 
     needs_prices = may_rest = True
     reads_matches = False
+    least_gain = LEAST_GAIN
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -61,7 +62,7 @@ class LoadAwareDrafts:
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._graph_size, self._feed_ms = parts.graph_size, parts.feed_ms
         self._tiers = self.tiers(parts.options)
-        self._least_gain = max(LEAST_GAIN, parts.rounds.spread)
+        self._least_gain = max(self.least_gain, parts.rounds.spread)
         self._allowance = TrialAllowance()
         self._rest = RestRule()
         self._costs: Mapping[int, float] = {}
@@ -74,7 +75,7 @@ class LoadAwareDrafts:
             self._stretches.renew()
             self._rest.renew()
         beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
-        lengths = [beside + length for length in self._stretches.lengths(self._tiers[-1])]
+        lengths = [beside + length for length in self.lengths(upcoming)]
         costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         feed_ms = 0.0
@@ -89,6 +90,10 @@ class LoadAwareDrafts:
             self._allowance.add(-feed_ms, -REST_AFTER * feed_ms)
         rests = self._feed_ms is not None and self._rest.rests
         return Budget(1 + chosen, settled=best, rests=rests)
+
+    def lengths(self, upcoming: UpcomingStep) -> list[float]:
+        """Tokens that a request with drafts is expected to be given with 0, 1, ... of them."""
+        return self._stretches.lengths(self._tiers[-1])
 
     def _costs_ms(self, upcoming: UpcomingStep, lengths: Sequence[float]) -> Mapping[int, float]:
         """Milliseconds of a round of each tier that these requests may have, PRICE_EVERY - 1 steps
