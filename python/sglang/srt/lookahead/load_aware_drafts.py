@@ -15,7 +15,7 @@ MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
-PRICE_EVERY = 4  # steps that are padded to as many requests have the same prices of tiers
+PRICE_EVERY = 8  # steps that are padded to as many requests have the same prices of tiers
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 REST_AFTER = 16  # steps in a row without drafts
 # Steps that the head is fed before it drafts again: after so little context few drafts are right.
@@ -65,8 +65,8 @@ class LoadAwareDrafts:
         self._least_gain = max(self.least_gain, parts.rounds.spread)
         self._allowance = TrialAllowance()
         self._rest = RestRule()
-        self._costs: Mapping[int, float] = {}
-        self._size = self._age = 0  # of the costs: requests, padded, and steps
+        self._costs = dict[int, Mapping[int, float]]()  # by requests, padded
+        self._age = 0  # of the costs, in steps
         self.settled = 0
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -99,14 +99,16 @@ class LoadAwareDrafts:
         """Milliseconds of a round of each tier that these requests may have, PRICE_EVERY - 1 steps
         old at most: they change slowly, and computing them takes the host long."""
         self._age, size = self._age + 1, self._graph_size(upcoming.num_reqs)
-        if self._age >= PRICE_EVERY or size != self._size:
-            self._age, self._size = 0, size
+        if self._age >= PRICE_EVERY:
+            self._age = 0
+            self._costs.clear()
+        if size not in self._costs:
             adaptive, tiers = self._options.adaptive, self._tiers
             if adaptive is not None:
                 tiers = tuple(sorted({0, *adaptive.candidates(size)}))
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
-            self._costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
-        return self._costs
+            self._costs[size] = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
+        return self._costs[size]
 
     def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or the one that was settled on before, unless the best one beats that."""
