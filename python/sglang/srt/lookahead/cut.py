@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
 BIN_TRIALS = 256.0  # that each bin remembers
+TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
 PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
 JUMP = 0.15  # share by which latency rises where a new segment begins
 
@@ -43,6 +44,7 @@ class Calibration:
         self._confirmed = np.zeros(NUM_BINS)
         self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self._chances: Floats | None = None  # of the centres; None: to be computed
+        self._num_told = 0
 
     def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
         """Hears of drafts that were verified.
@@ -60,7 +62,9 @@ class Calibration:
         kept = np.minimum(1.0, BIN_TRIALS / np.maximum(self._tried, 1.0))
         self._tried *= kept
         self._confirmed *= kept
-        self._chances = None
+        if self._num_told % TOLD_ANEW == 0:
+            self._chances = None
+        self._num_told += 1
 
     def predict(self, scores: ArrayLike) -> Floats:
         """Chances of the same shape; between the centres of bins they are interpolated."""
