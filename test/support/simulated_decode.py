@@ -123,7 +123,7 @@ class Simulation:
         self._luck = random.Random(seed + 1)
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
-        self._num_started = self._num_ended = 0
+        self._num_started = 0
         self.now_ms = 0.0
         self.limits: Counter[int] = Counter()
 
@@ -181,9 +181,8 @@ class Simulation:
             prompt_rows=sum(chunks),
             longest_prompt=max(chunks, default=0),
             prompt_reqs=num_reading,
-            num_ended=self._num_ended,
         )
-        budget, self._num_ended = Budget(1), 0
+        budget = Budget(1)
         if emitting:
             budget = self._policy.choose(upcoming)
             self.limits[budget.limit] += 1
@@ -216,7 +215,6 @@ class Simulation:
             request.num_kv += taken
             if request.num_left == 0:
                 request.has_ended = True
-                self._num_ended += 1
                 self._running.remove(request)
                 self._arrive()
         if outcomes:

@@ -262,7 +262,7 @@ class RandomLengths(FixedLength):
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         limit = self._random.randint(1, upcoming.longest)
-        most = upcoming.cuttable_rows(limit)
+        most = upcoming.current_shape(limit).num_rows
         return Budget(limit, self._random.choice([None, self._random.randint(0, most + 1)]))
 
 

@@ -438,7 +438,7 @@ class WithRoom(FixedLength):
         super().__init__(mask_parts(MTP_MAX_K))
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(upcoming.longest, upcoming.cuttable_rows(upcoming.longest))
+        return Budget(upcoming.longest, upcoming.current_shape(upcoming.longest).num_rows)
 
 
 def make_mtp_worker(

@@ -69,7 +69,7 @@ def test_rows_that_unverified_requests_may_leave_are_read_by_others() -> None:
         params = SamplingParams(mtp_enabled=True, mtp_k=4, mtp_verify=verify)
         planner.admit([NewRow(row, 0, tokens, params, seed=0)])
     planner.plan(ScheduleBatch([BatchRequest(row, 20, 5, kv_len_before=0) for row in range(2)]))
-    with mock.patch.object(policy, "choose", return_value=Budget(4, num_rows=2)):
+    with mock.patch.object(policy, "choose", return_value=Budget(4, num_rows=7 + 2)):
         counts = planner.plan(ScheduleBatch([BatchRequest(row, 20) for row in range(2)])).counts
     assert (counts.q_lens, counts.num_read) == ([7, 7], [4, 7])
     assert counts.packed == PackedSize(7 + 2, 4 + 2 + 3)

@@ -106,23 +106,6 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     assert upcoming.current_shape(1).prompts == upcoming.prompts
     assert heard[-1].prompt_rows == 0
     assert heard[-1].emitting[EmittingRequest(None, 5, False, 5)] == 1
-    assert all(upcoming.num_ended == 0 for upcoming in heard)
-
-
-def test_ends_are_counted_when_their_rows_are_given_away(small_model: Path) -> None:
-    heard: list[int] = []
-
-    class Recording(FixedLength):
-        def choose(self, upcoming: UpcomingStep) -> Budget:
-            heard.append(upcoming.num_ended)
-            return super().choose(upcoming)
-
-    setup = Setup(max_running_requests=2)
-    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording(mask_parts(MAX_K))))
-    params = {"max_new_tokens": 5, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
-    harness.generate([[1], [2], [3], [4], [5]], mtp_verify=True, **params)
-    assert sum(heard) == 3
 
 
 class Alternating(FixedLength):

@@ -196,7 +196,7 @@ class FewRows(FixedLength):
         self.granted: list[int] = []
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        most = upcoming.cuttable_rows(upcoming.longest)
+        most = upcoming.current_shape(upcoming.longest).num_rows
         self.granted.append(self._random.choice([0, self._random.randrange(most + 2)]))
         return Budget(upcoming.longest, self.granted[-1])
 

@@ -32,6 +32,7 @@ from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 torch.set_num_threads(1)
 SLOW_ROWS = prices_of((1, 1024), (1.0, 40.0))
 ROWS_COST_TIME = prices_of(range(1, 513), [20.0 + rows for rows in range(1, 513)])
+ROWS_COST_LESS = prices_of(range(1, 513), [60.0 + rows for rows in range(1, 513)])
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
     )
     prices = FREE_ROWS if policy == "matched" else DEAR_ROWS
     if policy == "matched" and has_tile_spec:
-        prices = ROWS_COST_TIME
+        prices = ROWS_COST_LESS
     budgets, num_cut = RandomBudgets(1), 0
 
     def note(step: ComputedStep) -> None:
@@ -113,7 +114,7 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
     assert harness.seen["confirmed"] > 20, harness.seen
     num_wrong = harness.seen["fed"] - harness.seen["confirmed"]
     assert num_wrong > (2 if has_tile_spec else 10), harness.seen
-    assert num_cut > 10 if has_tile_spec else num_cut == 0
+    assert num_cut > 10 if has_tile_spec else num_cut == 0, num_cut
     if breadth > 1 and not has_tile_spec:  # which leaves out unlikely branches
         assert harness.seen["moved"] > 0, "The right branch was always the first one."
     harness.flush()

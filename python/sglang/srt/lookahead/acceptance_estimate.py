@@ -26,17 +26,6 @@ class Kind(NamedTuple):
     match: int = 0
 
 
-class Estimate(NamedTuple):
-    """Tokens per step, or length of a run: lower end, mean and upper end of what is likely."""
-
-    low: float
-    mean: float
-    high: float
-
-
-CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above `low`
-
-
 class Trials:
     """Counts drafts tried and right, of which the oldest are forgotten."""
 
@@ -80,46 +69,32 @@ class Survival:
         for trials in self._trials[limit - 1 :]:
             trials.scale(1.0 - 1.0 / FORGETTING_STEPS)
 
-    def runs(self, longest: int) -> list[Estimate]:
-        """Lengths of runs of at most 1, 2, ... `longest` tokens; their variance is that of products
-        of independent shares (Greenwood)."""
-        survival, chance, mean = PRIOR_SURVIVAL, 1.0, 1.0
-        chances: list[float] = []
-        variances: list[float] = []  # of each survival, relative to its square
-        found = [Estimate(1.0, 1.0, 1.0)]
-        for j, seen in enumerate(self._trials[: longest - 1]):
+    def runs(self, longest: int, off: float = 0.0) -> list[float]:
+        """Mean lengths of runs of at most 1, 2, ... `longest` tokens, if each chance is so many
+        standard deviations greater than it seems."""
+        survival, reached, found = PRIOR_SURVIVAL, 1.0, [1.0]
+        for seen in self._trials[: longest - 1]:
             trials = seen.tried + PRIOR_TRIALS
             survival = seen.chance(survival, PRIOR_TRIALS)
-            chance *= survival
-            mean += chance
-            chances.append(chance)
             # Without a failure among that many trials, one in as many may still fail.
-            variances.append(max(1.0 - survival, 1.0 / trials) / (survival * trials))
-            tail = variance = 0.0
-            for i in range(j, -1, -1):
-                tail += chances[i]
-                variance += tail * tail * variances[i]
-            off = CERTAINTY * math.sqrt(variance)
-            found.append(Estimate(max(1.0, mean - off), mean, min(j + 2.0, mean + off)))
+            deviation = math.sqrt(survival * max(1.0 - survival, 1.0 / trials) / trials)
+            reached *= min(max(survival + off * deviation, 0.0), 1.0)
+            found.append(found[-1] + reached)
         return found
 
 
-def with_draftless_steps(runs: list[Estimate]) -> list[Estimate]:
+def with_draftless_steps(runs: list[float]) -> list[float]:
     """Tokens per step of a request that emits only what is confirmed, its steps without drafts
     counted too, from the lengths of the runs of its steps with drafts."""
-    found = [runs[0]]
-    for before, run in itertools.pairwise(runs):
-        drafts = [length - 1.0 for length in run]
-        found.append(Estimate(*(1.0 + share_with_drafts(before, run, n) * n for n in drafts)))
-    return found
+    pairs = itertools.pairwise(runs)
+    return [1.0, *(1.0 + share_with_drafts(before, run) * (run - 1.0) for before, run in pairs)]
 
 
-def share_with_drafts(before: Estimate, run: Estimate, num_right: float) -> float:
-    """Share of a request's steps that have drafts, if `num_right` of them are accepted on average:
-    a step whose drafts are not all confirmed leaves none for the next one, which gives one token.
+def share_with_drafts(before: float, run: float) -> float:
+    """Share of a request's steps that have drafts: a step whose drafts are not all confirmed leaves
+    none for the next one, which gives one token.
 
     Args:
         before, run: lengths of its runs; `run` with one token more.
     """
-    complete = (run.mean - before.mean) / (run.mean - 1.0)  # for each that is accepted
-    return 1.0 / (2.0 - min(1.0, complete * num_right))
+    return 1.0 / (2.0 - (run - before))

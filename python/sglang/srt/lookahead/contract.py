@@ -43,9 +43,9 @@ class Budget:
     Attributes:
         limit: the most tokens that an adjustable request may predict; 1 at least. One token is the
             step's own, all others are masks or drafts.
-        num_rows: of a packed step, the rows that requests may feed whose look-ahead can be cut
-            (those that look ahead, emit only what is confirmed and feed no prompt), all together;
-            None: as many as they could feed, so that there is nothing to divide.
+        num_rows: of a step that may be packed, the rows that it has room for, those of prompts
+            among them; None: as many as its requests could feed, so that there is nothing to
+            divide.
         stakes: comes back with the outcome; None: the policy needs none.
         settled: drafts of steps as they come; this step may try others. For people and metrics.
         rests: if it proposes no drafts, the drafter's model may be left out of the step: no request

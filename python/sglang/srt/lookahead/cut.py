@@ -21,34 +21,30 @@ Floats = NDArray[np.float64]
 
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
-LINE_TRIALS = 2048.0  # that the line remembers, and of each bin:
-BIN_TRIALS = 256.0
-PRIOR_TRIALS = 8.0  # that the line counts as in each bin, and scores as chances in the line
+BIN_TRIALS = 256.0  # that each bin remembers
+TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
+PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
 JUMP = 0.15  # share by which latency rises where a new segment begins
 
 
 class Calibration:
     """The chance that a draft and all before it are confirmed, by the draft's score.
 
-    A line, bounded by LEAST_CHANCE and MOST_CHANCE, says what is likely where little was seen; it
-    is fitted by least squares, and is the score itself before anything is known. Scores are put in
-    NUM_BINS bins of equal width; the share confirmed in each corrects the line, and pooling of
-    neighbours that fall makes it monotone (isotonic regression). Old trials are forgotten as new
-    ones come, in the line and in each bin apart, so that rare scores keep what they have.
+    Scores are put in NUM_BINS bins of equal width. Where little was seen a score is its own chance;
+    the share confirmed in each bin corrects that, and pooling of neighbours that fall makes it
+    monotone (isotonic regression). Old trials are forgotten as new ones come, in each bin apart, so
+    that rare scores keep what they have.
 
     Only drafts that were verified may be told. Which ones those are must follow from their scores
     alone: then the shares are right whichever were left out.
     """
 
     def __init__(self) -> None:
-        # Of the line, weighted: trials, scores, confirmed, squares of scores, scores confirmed.
-        # PRIOR_TRIALS each at score 0, never confirmed, and at 1, always confirmed.
-        self._prior = PRIOR_TRIALS * np.array([2.0, 1.0, 1.0, 1.0, 1.0])
-        self._sums = np.zeros(5)
         self._tried = np.zeros(NUM_BINS)
         self._confirmed = np.zeros(NUM_BINS)
         self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self._chances: Floats | None = None  # of the centres; None: to be computed
+        self._num_told = 0
 
     def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
         """Hears of drafts that were verified.
@@ -60,40 +56,28 @@ class Calibration:
         told, right = bounded_scores(scores), np.asarray(confirmed, np.float64)
         if told.size == 0:
             return
-        seen = told.size, told.sum(), right.sum(), (told * told).sum(), (told * right).sum()
-        self._sums += np.array(seen)
-        self._sums *= min(1.0, LINE_TRIALS / self._sums[0])
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         self._tried += np.bincount(bins, minlength=NUM_BINS)
         self._confirmed += np.bincount(bins, right, minlength=NUM_BINS)
         kept = np.minimum(1.0, BIN_TRIALS / np.maximum(self._tried, 1.0))
         self._tried *= kept
         self._confirmed *= kept
-        self._chances = None
+        if self._num_told % TOLD_ANEW == 0:
+            self._chances = None
+        self._num_told += 1
 
     def predict(self, scores: ArrayLike) -> Floats:
         """Chances of the same shape; between the centres of bins they are interpolated."""
         if self._chances is None:
-            line = self._line(self._centres)
             weights = self._tried + PRIOR_TRIALS
-            shares = (self._confirmed + PRIOR_TRIALS * line) / weights
-            self._chances = _bounded(isotonic(shares, weights))
+            shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
+            self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
         return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
-
-    def _line(self, scores: Floats) -> Floats:
-        """[n]; the bounded line."""
-        trials, x, y, xx, xy = (self._sums + self._prior).tolist()
-        slope = (trials * xy - x * y) / (trials * xx - x * x)
-        return _bounded(slope * scores + (y - slope * x) / trials)
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
     """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
     return np.fmin(np.fmax(np.asarray(values, np.float64), 0.0), 1.0)
-
-
-def _bounded(chances: Floats) -> Floats:
-    return np.clip(chances, LEAST_CHANCE, MOST_CHANCE)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:

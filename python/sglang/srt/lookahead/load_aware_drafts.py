@@ -15,7 +15,7 @@ MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
-PRICE_EVERY = 4  # steps that are padded to as many requests have the same prices of tiers
+PRICE_EVERY = 8  # steps that are padded to as many requests have the same prices of tiers
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 REST_AFTER = 16  # steps in a row without drafts
 # Steps that the head is fed before it drafts again: after so little context few drafts are right.
@@ -43,6 +43,7 @@ class LoadAwareDrafts:
 
     needs_prices = may_rest = True
     reads_matches = False
+    least_gain = LEAST_GAIN
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -61,11 +62,11 @@ class LoadAwareDrafts:
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._graph_size, self._feed_ms = parts.graph_size, parts.feed_ms
         self._tiers = self.tiers(parts.options)
-        self._least_gain = max(LEAST_GAIN, parts.rounds.spread)
+        self._least_gain = max(self.least_gain, parts.rounds.spread)
         self._allowance = TrialAllowance()
         self._rest = RestRule()
-        self._costs: Mapping[int, float] = {}
-        self._size = self._age = 0  # of the costs: requests, padded, and steps
+        self._costs = dict[int, Mapping[int, float]]()  # by requests, padded
+        self._age = 0  # of the costs, in steps
         self.settled = 0
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
@@ -74,7 +75,7 @@ class LoadAwareDrafts:
             self._stretches.renew()
             self._rest.renew()
         beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
-        lengths = [beside + length for length in self._stretches.lengths(self._tiers[-1])]
+        lengths = [beside + length for length in self.lengths(upcoming)]
         costs = self._costs_ms(upcoming, lengths)
         best = self.settled = self._settle(lengths, costs)
         feed_ms = 0.0
@@ -90,18 +91,24 @@ class LoadAwareDrafts:
         rests = self._feed_ms is not None and self._rest.rests
         return Budget(1 + chosen, settled=best, rests=rests)
 
+    def lengths(self, upcoming: UpcomingStep) -> list[float]:
+        """Tokens that a request with drafts is expected to be given with 0, 1, ... of them."""
+        return self._stretches.lengths(self._tiers[-1])
+
     def _costs_ms(self, upcoming: UpcomingStep, lengths: Sequence[float]) -> Mapping[int, float]:
         """Milliseconds of a round of each tier that these requests may have, PRICE_EVERY - 1 steps
         old at most: they change slowly, and computing them takes the host long."""
         self._age, size = self._age + 1, self._graph_size(upcoming.num_reqs)
-        if self._age >= PRICE_EVERY or size != self._size:
-            self._age, self._size = 0, size
+        if self._age >= PRICE_EVERY:
+            self._age = 0
+            self._costs.clear()
+        if size not in self._costs:
             adaptive, tiers = self._options.adaptive, self._tiers
             if adaptive is not None:
                 tiers = tuple(sorted({0, *adaptive.candidates(size)}))
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
-            self._costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
-        return self._costs
+            self._costs[size] = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
+        return self._costs[size]
 
     def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or the one that was settled on before, unless the best one beats that."""

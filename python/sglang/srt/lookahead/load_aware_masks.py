@@ -7,14 +7,12 @@ accepted should go.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from sglang.srt.lookahead.acceptance_estimate import (
-    Estimate,
     Kind,
     Survival,
     share_with_drafts,
@@ -23,14 +21,14 @@ from sglang.srt.lookahead.acceptance_estimate import (
 from sglang.srt.lookahead.contract import Budget, Stakes
 from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import StepShape
 
-OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for that many steps and trials
+# Computed options hold for up to OPTIONS_STEPS steps, and for a 1/LEARNT of the steps before.
+OPTIONS_STEPS, LEARNT = 16, 8
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
-PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had this many tokens
-REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
+CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above the lower end
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +39,20 @@ class _Options:
     with prompts is long whatever is predicted in it.
 
     Attributes:
-        gains_ms: with tokens worth what they cost in plain steps: does it beat plain decoding?
-        values_ms: with tokens worth what they cost at the best limit: which limit is best now?
-        plain_token_ms: what a token costs in plain steps.
-        plain_ms: price of the step at limit 1.
-        decode_ms: the same without its prompts.
+        low_ms: the least that each probably gains, with tokens worth what they cost in plain steps:
+            does it beat plain decoding?
+        high_ms: the most, with tokens worth what they cost at the best limit: which one is best?
+        costs_ms: prices of a step at each, while steps are alike.
+        token_ms: what a token costs in plain steps.
+        decode_ms: price of the step at limit 1 without its prompts.
         luck_ms: LUCK_STEPS * decode_ms / adjustable requests; tolerance of the trial budget for
             short-run bad luck.
     """
 
-    gains_ms: list[Estimate]
-    values_ms: list[Estimate]
-    plain_token_ms: float
-    plain_ms: float
+    low_ms: list[float]
+    high_ms: list[float]
+    costs_ms: list[float]
+    token_ms: float
     decode_ms: float
     luck_ms: float
 
@@ -62,10 +61,10 @@ class LoadAwareMasks:
     """Looks ahead where that surely pays, and otherwise tries it within a small budget.
 
     A limit pays if the tokens that it brings at least, by what was accepted lately, are worth more
-    than its price beside plain decoding. Of those that do, the one that probably gains most is
-    taken. Where none does but one might, it is tried for a step if the trial budget can bear that
-    no token of it is accepted. The trial budget is in milliseconds, at first `decode_ms` (see
-    `_Options`):
+    than its price beside plain decoding. Of those that do, the one that may gain most is taken.
+    Where none does but one might, the cheapest of these is tried for a step if the trial budget can
+    bear that no token of it is accepted. The trial budget is in milliseconds, at first `decode_ms`
+    (see `_Options`):
 
         each step:           budget = min(budget + TRIAL_SHARE * plain_ms, decode_ms + luck_ms)
         limit is sure:       budget += what was gained beside plain decoding - what it cost
@@ -94,32 +93,27 @@ class LoadAwareMasks:
         self._max_k = 1 + parts.options.num_steps
         self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_k))
         self._budget = TrialAllowance()
-        self._options_of: tuple[Hashable, _Options] | None = None
-        self._options_age = self._num_trials = 0
-        self._least_loss_ms = 0.0  # of trials, while those options hold
-        self._shares: dict[tuple[Kind, int], float] = {}  # while those options hold
-        self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
+        self._options = dict[Hashable, _Options]()  # by `UpcomingStep.cache_key`
+        self._shares = dict[tuple[Kind, int], float]()  # while those options hold
+        self._num_steps = self._next_look = 0
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         options = self._current_options(upcoming)
         most_ms = options.decode_ms + options.luck_ms
-        self._budget.earn(TRIAL_SHARE * options.plain_ms, most_ms, options.decode_ms)
-        self._count_ends(upcoming.num_ended)
-        longest = self._longest(upcoming)
-        if sure := [limit for limit in self._sure(options) if limit <= longest]:
-            limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
-        else:
-            limit = self._trial(options, upcoming, longest)
+        self._budget.earn(TRIAL_SHARE * options.costs_ms[0], most_ms, options.decode_ms)
+        limit, is_sure = self._limit(options)
+        limit, shape = self._in_graph(upcoming, limit)
         extra_ms = 0.0
         if limit > 1 or not upcoming.is_plain:
-            extra_ms = self._extra_ms(upcoming, limit)
-        stakes = Stakes(extra_ms, options.plain_token_ms)
-        if not sure:
+            plain = upcoming.current_shape(1, self._share_with_drafts, is_steady=True)
+            extra_ms = self._prices.price_ms(shape) - self._prices.price_ms(plain)
+        stakes = Stakes(extra_ms, options.token_ms)
+        if not is_sure:
             self._budget.add(-extra_ms)
-            stakes = Stakes(0.0, options.plain_token_ms / 2)
+            stakes = Stakes(0.0, options.token_ms / 2)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._survival[kind].forget(limit)
-        num_rows = self._num_rows(upcoming, limit) if upcoming.is_packed else None
+        num_rows = self._num_rows(upcoming, limit, shape) if upcoming.is_packed else None
         return Budget(limit, num_rows, stakes)
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -127,75 +121,44 @@ class LoadAwareMasks:
             return
         stakes = outcome.plan.budget.stakes
         assert stakes is not None, "The policy gave it."
-        num_adjustable = num_tokens = 0
+        gained = 0
         tried_and_taken = outcome.num_tried, outcome.num_accepted
         alike = Counter(zip(outcome.kinds, outcome.is_adjustable, *tried_and_taken, strict=True))
         for (kind, is_adjustable, tried, taken), count in alike.items():
             if tried == 0:
                 continue
-            if is_adjustable:
-                num_adjustable += count
-                num_tokens += count * taken
+            gained += count * (taken - 1) * is_adjustable
             if kind is not None:
                 self._survival[kind].record(tried, taken, count)
-                self._num_trials += count * (tried > 1)
-            self._num_tokens += count * taken
-        gained_ms = 0.0
-        if num_tokens > num_adjustable:
-            gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
-            gained_ms = gained * stakes.token_ms
-        self._budget.add(gained_ms - stakes.owed_ms)
+        self._budget.add(gained * stakes.token_ms - stakes.owed_ms)
 
-    def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
-        return upcoming.current_shape(limit, self._share_with_drafts)
-
-    def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:
-        """Rows of requests that can be cut: as many as they will probably need, and as many more as
-        the step's graph has room for; None if that is enough for all."""
-        shape, share = self._current_shape(upcoming, limit), self._share_with_drafts
-        key = self._prices.find(shape.num_reqs, shape.widest, shape.num_rows)
-        spare = 0 if key is None else key.num_tokens - shape.num_rows
-        granted = upcoming.cuttable_rows(limit, share) + spare
-        return granted if granted < upcoming.cuttable_rows(limit) else None
-
-    def _share_with_drafts(self, kind: Kind, k: int) -> float:
-        """Returns the share of verified requests of a kind that have drafts when they predict k
-        tokens per step: a step whose drafts are not all confirmed leaves none for the next one."""
-        if k == 1:
-            return 1.0
-        if (kind, k) not in self._shares:
-            runs = self._survival[kind].runs(k)
-            self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1], runs[-1].mean - 1)
-        return self._shares[kind, k]
-
-    def _count_ends(self, num_ended: int) -> None:
-        self._num_ended += num_ended
-        if self._num_ended > REMEMBERED_ENDS:
-            share = REMEMBERED_ENDS / self._num_ended
-            self._num_ended *= share
-            self._num_tokens *= share
-
-    def _delivered(self, tokens: float) -> float:
-        """Tokens per step that a client gets, of those accepted: at the end of an output half of
-        the last run is cut off on average, and one more step is under way."""
-        lost = tokens + (tokens - 1.0) / 2.0
-        return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
+    def _limit(self, options: _Options) -> tuple[int, bool]:
+        """Returns the limit that pays most or may be tried, and whether it surely pays."""
+        low_ms, high_ms, costs_ms = options.low_ms, options.high_ms, options.costs_ms
+        limits, left_ms = range(1, 1 + len(costs_ms)), self._budget.left_ms
+        if left_ms >= -options.luck_ms:
+            least_ms = self._prices.spread * costs_ms[0]  # by which prices are off
+            sure = [limit for limit in limits if low_ms[limit - 1] > least_ms]
+            if sure:
+                return max(sure, key=lambda limit: high_ms[limit - 1]), True
+        hopeful = [limit for limit in limits if high_ms[limit - 1] > 0]
+        tried = min(hopeful, default=1, key=lambda limit: costs_ms[limit - 1])
+        return (tried if costs_ms[tried - 1] - costs_ms[0] <= left_ms else 1), False
 
     def _current_options(self, upcoming: UpcomingStep) -> _Options:
         """Those computed before, while steps are alike and little has been learnt since."""
-        cache_key = upcoming.cache_key
-        self._options_age += 1
-        is_old = self._options_age > OPTIONS_STEPS or self._num_trials >= OPTIONS_TRIALS
-        if self._options_of is None or is_old or self._options_of[0] != cache_key:
+        self._num_steps += 1
+        if self._num_steps >= self._next_look:
+            self._next_look = self._num_steps + min(1 + self._num_steps // LEARNT, OPTIONS_STEPS)
+            self._options.clear()
             self._shares.clear()
-            self._options_of = cache_key, self._options(upcoming)
-            self._options_age = self._num_trials = 0
-            self._least_loss_ms = 0.0
-        return self._options_of[1]
+        key = upcoming.cache_key
+        if key not in self._options:
+            self._options[key] = self._computed_options(upcoming)
+        return self._options[key]
 
-    def _options(self, upcoming: UpcomingStep) -> _Options:
-        limits = range(1, upcoming.longest + 1)
-        tokens, share = self._tokens(upcoming), self._share_with_drafts
+    def _computed_options(self, upcoming: UpcomingStep) -> _Options:
+        limits, share = range(1, upcoming.longest + 1), self._share_with_drafts
 
         def steady_ms(with_prompts: bool) -> list[float]:
             shapes = (upcoming.current_shape(n, share, True, with_prompts) for n in limits)
@@ -203,91 +166,60 @@ class LoadAwareMasks:
 
         free = steady_ms(False)
         costs = steady_ms(True) if upcoming.prompt_rows else free
-
-        def beside_plain(token_ms: float) -> list[Estimate]:
-            return [
-                Estimate(*(token_ms * (n - tokens[0].mean) - cost + costs[0] for n in given))
-                for given, cost in zip(tokens, costs, strict=True)
-            ]
-
-        worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
+        low, mean, high = (self._tokens(upcoming, off) for off in (-CERTAINTY, 0.0, CERTAINTY))
+        worths = [cost / given for cost, given in zip(free, mean, strict=True)]
         num_adjustable = sum(
             count for request, count in upcoming.emitting.items() if request.is_adjustable
         )
+
+        def gains_ms(tokens: Sequence[float], token_ms: float) -> list[float]:
+            pairs = zip(tokens, costs, strict=True)
+            return [token_ms * (given - tokens[0]) - cost + costs[0] for given, cost in pairs]
+
         return _Options(
-            gains_ms=beside_plain(worths[0]),
-            values_ms=beside_plain(min(worths)),
-            plain_token_ms=worths[0],
-            plain_ms=costs[0],
+            low_ms=gains_ms(low, worths[0]),
+            high_ms=gains_ms(high, min(worths)),
+            costs_ms=costs,
+            token_ms=worths[0],
             decode_ms=free[0],
             luck_ms=LUCK_STEPS / num_adjustable * free[0],
         )
 
-    def _tokens(self, upcoming: UpcomingStep) -> list[Estimate]:
-        """Estimated tokens of all requests together, for each limit from 1 on."""
-        runs: dict[Kind, list[Estimate]] = {}
-        for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            found = self._survival[kind].runs(self._max_k)
-            runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
-        totals = []
-        for limit in range(1, upcoming.longest + 1):
-            low = mean = high = 0.0
-            for request, count in upcoming.emitting.items():
-                length = request.length(limit)
-                each: Sequence[float] = (length, length, length)
-                if request.kind is not None:
-                    each = runs[request.kind][length - 1]
-                if request.is_adjustable and length > 1:
-                    each = [self._delivered(value) for value in each]
-                low += count * each[0]
-                mean += count * each[1]
-                high += count * each[2]
-            totals.append(Estimate(low, mean, high))
+    def _tokens(self, upcoming: UpcomingStep, off: float) -> list[float]:
+        """Tokens of all requests together, for each limit from 1 on; off: see `Survival.runs`."""
+        totals = [0.0] * upcoming.longest
+        runs = dict[Kind, list[float]]()
+        for request, count in upcoming.emitting.items():
+            kind = request.kind
+            if kind is not None and kind not in runs:
+                found = self._survival[kind].runs(self._max_k, off)
+                runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
+            for place in range(len(totals)):
+                length = request.length(1 + place)
+                totals[place] += count * (length if kind is None else runs[kind][length - 1])
         return totals
 
-    def _longest(self, upcoming: UpcomingStep) -> int:
-        """The longest limit whose step replays a graph, if the step at limit 1 does: kernels
-        launched one by one keep the host busy for longer than the device."""
-        limit = upcoming.longest
-        if self._prices.replays(self._current_shape(upcoming, 1)):
-            while not self._prices.replays(self._current_shape(upcoming, limit)):
-                limit -= 1
-        return limit
+    def _share_with_drafts(self, kind: Kind, k: int) -> float:
+        """Returns the share of verified requests of a kind that have drafts when they predict k
+        tokens per step."""
+        if k == 1:
+            return 1.0
+        if (kind, k) not in self._shares:
+            self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k)[-2:])
+        return self._shares[kind, k]
 
-    def _sure(self, options: _Options) -> list[int]:
-        """Limits that surely gain, by more than prices are off."""
-        if self._budget.left_ms < -options.luck_ms:
-            return []
-        least = self._prices.spread * options.plain_ms
-        return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
+    def _in_graph(self, upcoming: UpcomingStep, limit: int) -> tuple[int, StepShape]:
+        """The longest limit up to this one whose step replays a graph, if the step at limit 1 does,
+        and its shape: kernels launched one by one keep the host busy for longer than the device."""
+        share, replays = self._share_with_drafts, self._prices.replays
+        shape = upcoming.current_shape(limit, share)
+        if limit > 1 and not replays(shape) and replays(upcoming.current_shape(1, share)):
+            return self._in_graph(upcoming, limit - 1)
+        return limit, shape
 
-    def _trial(self, options: _Options, upcoming: UpcomingStep, longest: int) -> int:
-        """The most promising limit whose loss the trial budget can bear; 1 for none."""
-        if self._budget.left_ms < self._least_loss_ms:
-            return 1
-        values, losses = options.values_ms[:longest], list[float]()
-        promising = [place + 1 for place, value in enumerate(values) if value.high > 0]
-        for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
-            losses.append(self._loss(upcoming, limit))
-            if losses[-1] <= self._budget.left_ms:
-                return limit
-        self._least_loss_ms = min(losses, default=math.inf)
-        return 1
-
-    def _loss(self, upcoming: UpcomingStep, limit: int) -> float:
-        """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
-        pending in the next one."""
-        with_masks, without = [
-            self._prices.price_ms(self._current_shape(upcoming, length)) for length in (limit, 1)
-        ]
-        emitting = Counter[EmittingRequest]()
-        for request, count in upcoming.emitting.items():
-            pending = min(request.k, limit) if request.is_adjustable else request.pending
-            emitting[request._replace(pending=pending)] += count
-        after = UpcomingStep(emitting, upcoming.kv_tokens, is_packed=upcoming.is_packed)
-        return with_masks - without + self._extra_ms(after, 1)
-
-    def _extra_ms(self, upcoming: UpcomingStep, limit: int) -> float:
-        """Milliseconds of the step beyond the plain one."""
-        shape = self._current_shape(upcoming, limit)
-        return self._prices.price_ms(shape) - self._prices.price_ms(upcoming.plain_shape())
+    def _num_rows(self, upcoming: UpcomingStep, limit: int, shape: StepShape) -> int | None:
+        """As many rows as requests will probably need, and as many more as the step's graph has
+        room for; None if that is enough for all."""
+        key = self._prices.find(shape.num_reqs, shape.widest, shape.num_rows)
+        room = shape.num_rows if key is None else key.num_tokens
+        return room if room < upcoming.current_shape(limit).num_rows else None

@@ -75,8 +75,6 @@ class MaskPlanner(Planner):
         self._config = config
         self.policy = policy
         self._requests = [_Request() for _ in range(num_rows)]
-        self._used_rows = set[int]()
-        self._num_ended = 0
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         k = params.num_predicted
@@ -93,8 +91,6 @@ class MaskPlanner(Planner):
                 is_adjustable=self._config.limits_unverified or confirms,
                 kind=Kind(confirms, round(10 * tau)) if k > 1 and (confirms or tau) else None,
             )
-            self._num_ended += new.row in self._used_rows
-            self._used_rows.add(new.row)
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         """See `Planner`; lens are of pending tokens."""
@@ -140,11 +136,9 @@ class MaskPlanner(Planner):
         bounds = compress([0] * split + pending[split:], batch.emits)
         wishes = zip(emitting, bounds, strict=True)
         asked = Counter([(each.kind, each.k, each.is_adjustable, bound) for each, bound in wishes])
-        num_ended, self._num_ended = self._num_ended, 0
         upcoming = UpcomingStep.of(
             batch,
             {EmittingRequest(*each): count for each, count in asked.items()},
-            num_ended=num_ended,
             is_packed=self._config.packs_rows,
         )
         return self.policy.choose(upcoming)
@@ -210,5 +204,5 @@ def _packed_size(
         fixed_reads += counts.num_read[i]
         # Unverified requests may have fewer pending tokens than the host expects.
         num_spare += pending[i] - 1 if is_decode else 0
-    given = min(most, max(num_rows, num_cut))
+    given = min(most, max(num_rows - fixed_rows, num_cut))
     return PackedSize(fixed_rows + given, fixed_reads + min(most, given + num_spare))

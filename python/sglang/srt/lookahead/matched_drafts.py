@@ -13,16 +13,8 @@ import bisect
 from collections.abc import Collection
 
 from sglang.srt.lookahead.acceptance_estimate import Kind, Trials
-from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
-from sglang.srt.lookahead.load_aware_drafts import (
-    LEAST_GAIN,
-    PROBE_SHARE,
-    PROBE_STEPS,
-    LoadAwareDrafts,
-    best_tier,
-)
-from sglang.srt.lookahead.prompt_mix import PromptMix
+from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 # The longest match of each class but the last one; 0 is the class of those without a place.
@@ -31,10 +23,6 @@ NUM_CLASSES = len(LONGEST_OF_CLASS) + 1
 # Before anything is known: that a first draft is right, by class, and trials that this counts as.
 PRIORS, PRIOR_TRIALS = (0.02, 0.1, 0.25, 0.5, 0.7, 0.9), 4.0
 WINDOW = 256.0  # trials of a class and place that are remembered, since text changes
-# A tier above 0 that pays stays unless another one gains more than this share: estimates go up and
-# down, and steps that change the number of drafts may replay no graph.
-HOLD_GAIN = 0.03
-
 
 KINDS = tuple(Kind(match=number) for number in range(NUM_CLASSES))  # of requests, by class
 
@@ -73,63 +61,26 @@ class _Chances:
         return found
 
 
-class MatchedDrafts:
-    """The tier that gives most tokens per millisecond, by the matches of the requests at hand.
+class MatchedDrafts(LoadAwareDrafts):
+    """The tier that gives most tokens per millisecond, by the matches of the requests at hand."""
 
-    A share PROBE_SHARE of the time is for steps of the next tier above the best one, so that drafts
-    after matches that are thought to be of no use are tried now and then.
-    """
-
-    needs_prices = reads_matches = True
+    reads_matches = True
     may_rest = False
-
-    tiers = staticmethod(LoadAwareDrafts.tiers)
+    least_gain = 0.03  # what is known of a class goes up and down more than what is of all
 
     def __init__(self, parts: PolicyParts) -> None:
-        options, prices = parts.options, parts.rounds
-        assert prices is not None, "Tiers go by prices, and none were measured."
-        self._prices = prices
-        self._prompts = PromptMix(parts.max_prompt_rows)
-        self._tiers = self.tiers(options)
-        self._least_gain = max(LEAST_GAIN, prices.spread)
-        most, has_trees = options.num_steps, options.has_trees
+        super().__init__(parts)
+        most, has_trees = parts.options.num_steps, parts.options.has_trees
         self._chances = [_Chances(most, prior, has_trees) for prior in PRIORS]
-        self._allowance = TrialAllowance()
-        self.settled = 0
-
-    def choose(self, upcoming: UpcomingStep) -> Budget:
-        self._prompts.plan(upcoming)
-        lengths = self.lengths(upcoming)
-        cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in self._tiers)
-        costs = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
-        best = best_tier(lengths, costs, self._least_gain)
-        held = self.settled
-        if best and held and lengths[held] / costs[held] > lengths[0] / costs[0]:
-            gain = lengths[best] / costs[best] / (lengths[held] / costs[held]) - 1
-            best = held if gain < HOLD_GAIN else best
-        self.settled = best
-        return Budget(1 + self._with_probes(costs, best), settled=best)
 
     def lengths(self, upcoming: UpcomingStep) -> list[float]:
-        """See `best_tier`; of requests that take drafts the mean."""
-        plain = [1.0] * (1 + self._tiers[-1])
-        sums = [0.0] * len(plain)
+        sums = [0.0] * (1 + self._tiers[-1])
         for request, count in upcoming.emitting.items():
-            kind = request.kind
-            lengths = plain if kind is None else self._chances[kind.match].lengths()
-            sums = [total + count * length for total, length in zip(sums, lengths, strict=True)]
+            if request.kind is not None:
+                lengths = self._chances[request.kind.match].lengths()
+                pairs = zip(sums, lengths, strict=True)
+                sums = [total + count * length for total, length in pairs]
         return [total / (upcoming.num_reqs - upcoming.num_plain) for total in sums]
-
-    def _with_probes(self, costs: dict[int, float], best: int) -> int:
-        """The best tier, or the next one above it if there is time for that."""
-        most_ms = PROBE_STEPS * costs[best]
-        self._allowance.earn(PROBE_SHARE * costs[best], most_ms, 0.0)
-        probed = min((tier for tier in self._tiers if tier > best), default=best)
-        extra_ms = max(0.0, costs[probed] - costs[best])
-        if probed == best or extra_ms > self._allowance.left_ms:
-            return best
-        self._allowance.add(-extra_ms)
-        return probed
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)

@@ -34,6 +34,7 @@ from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
+SCORE_STEPS = 4  # after this many steps scores are read anew
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
@@ -41,7 +42,7 @@ class TileSpec:
     """Cuts steps of drafts to the rows that pay.
 
     The host does not know the scores of the drafts at hand. It takes them to be distributed as
-    those of the last step that was read, and turns scores into chances by how often drafts of such
+    those of a step that it read lately, and turns scores into chances by how often drafts of such
     scores were confirmed (`Calibration`); of a tree, those on the confirmed path were.
 
     It gives the prices of rounds that it cuts (`RoundPrices`), for policies that choose how many
@@ -238,8 +239,9 @@ class TileSpec:
             confirmed = places < num_right[:, None]
         was_fed = places < num_fed[:, None]
         self._calibration.observe(told[was_fed], confirmed[was_fed])
-        self._scores = told
-        self._right.clear()
+        if self._scores is None or self._num_read % SCORE_STEPS == 0:
+            self._scores = told
+            self._right.clear()
         return accepted
 
     def _continue(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -62,7 +62,6 @@ class UpcomingStep:
         prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompts: the chunks of prompts that it feeds.
-        num_ended: requests that have ended since the step before.
         is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
         is_fed: the drafter's model has been fed all tokens of the requests in `emitting`.
     """
@@ -73,7 +72,6 @@ class UpcomingStep:
     longest_prompt: int = 0
     prompt_reqs: int = 0
     prompts: tuple[PromptChunk, ...] = ()
-    num_ended: int = 0
     is_packed: bool = False
     is_fed: bool = True
 
@@ -83,7 +81,6 @@ class UpcomingStep:
         batch: ScheduleBatch,
         emitting: Mapping[EmittingRequest, int],
         *,
-        num_ended: int = 0,
         is_packed: bool = False,
         is_fed: bool = True,
     ) -> UpcomingStep:
@@ -100,7 +97,6 @@ class UpcomingStep:
             prompts=tuple(
                 [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
             ),
-            num_ended=num_ended,
             is_packed=is_packed,
             is_fed=is_fed,
         )
@@ -169,23 +165,6 @@ class UpcomingStep:
             num_rows=rows + self.prompt_rows,
             prompts=self.prompts,
         )
-
-    def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
-        """Counts the rows of `current_shape` that the device may divide."""
-        return sum(
-            self._sizes(request, count, limit, False, share)[2]
-            for request, count in self.emitting.items()
-            if request.can_be_cut
-        )
-
-    def plain_shape(self) -> StepShape:
-        """The shape if no adjustable request looked ahead."""
-        emitting = Counter[EmittingRequest]()
-        for request, count in self.emitting.items():
-            if request.is_adjustable:
-                request = request._replace(k=1, pending=min(request.pending, 1))
-            emitting[request] += count
-        return replace(self, emitting=emitting).current_shape(1)
 
     def _sizes(
         self,
