@@ -3,14 +3,15 @@
     python test/hostile.py --ledger hostile.json --seconds 3600  # goes on where the ledger ends
     python test/hostile.py --seed 12345                          # one again that the ledger names
     python test/hostile.py --area templates --seconds 600        # one area alone, no ledger
-    python test/hostile.py --atheris frames -- -runs=100000      # guided by coverage, with atheris
+    python test/hostile.py --atheris frames -- -runs=100000      # guided by coverage
 
 Inputs are valid examples that are changed (`support/mutations.py`): bodies of every route of a
 server, frames between processes, configs, checkpoints, kept prices, files of flags such as corpora,
 grammars, chat templates (`support/hostile_areas.py`). A process of its own feeds them one by one.
 It is a failure if that process ends, if an input takes over `HANG_S`, if a server answers with 500
 or more, or if an error is none that users of the area are told. The ledger, a JSON file, counts
-inputs by area, names the seeds of failures, and has a line for each sitting.
+inputs by area, names the seeds of failures, and has a line for each sitting. The last form needs
+the package atheris, which nothing else does, and is in no ledger.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ def guided(name: str, arguments: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["sglang"]):
-        from hostile_areas import AREAS
+        from hostile_areas import AREAS, BY_BYTES
+    if name not in BY_BYTES:
+        raise SystemExit(f"--atheris {name}: takes no other bytes; give one of {BY_BYTES}")
     logging.disable(logging.CRITICAL)
     area = AREAS[name][0]()
     with tempfile.TemporaryDirectory() as corpus:
@@ -205,7 +208,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="of this sitting")
     parser.add_argument("--seed", type=int, help="only the input of this seed; shows it")
     parser.add_argument("--area", help="all inputs are for this one")
-    parser.add_argument("--atheris", metavar="AREA", help="needs the package atheris")
+    parser.add_argument("--atheris", metavar="AREA", help="one that takes any bytes")
     args, more = parser.parse_known_args()
     if args.atheris:
         guided(args.atheris, [each for each in more if each != "--"])

@@ -145,9 +145,10 @@ class Frames(_Folder):
         return bytes([index]) + as_msgpack(chooser, value)
 
     def feed(self, raw: bytes) -> bool:
-        message = ipc._read(self._channels[raw[0]][0], raw[1:])
+        index = raw[0] % len(self._channels)
+        message = ipc._read(self._channels[index][0], raw[1:])
         if message is not None:
-            self._takers[raw[0]](message)
+            self._takers[index](message)
         return message is not None
 
 
@@ -289,7 +290,7 @@ class Prices(_Folder):
         return bytes([index]) + as_json(chooser, mutated(chooser, value))
 
     def feed(self, raw: bytes) -> bool:
-        file = [*self._good][raw[0]]
+        file = [*self._good][raw[0] % len(self._good)]
         file.write_bytes(raw[1:])
         measured = Start(self._cache, *self._runners).measured
         for each, content in self._good.items():
@@ -405,10 +406,11 @@ class Templates:
             max_seconds=1,
             max_memory_mib=self.MEMORY_MIB,
         )
+        number = raw[0] % len(self.CHATS)
         request = RenderRequest(
             template="default",
-            variables={"bos_token": "<s>", "eos_token": "</s>", **self.CHATS[raw[0]]},
-            continue_final_message=raw[0] == 2,
+            variables={"bos_token": "<s>", "eos_token": "</s>", **self.CHATS[number]},
+            continue_final_message=number == 2,
             is_turn=False,
         )
         try:
@@ -460,6 +462,9 @@ AREAS: dict[str, tuple[Callable[[], Area], int]] = {  # and the share of inputs
     "grammars": (Grammars, 5),
     "templates": (Templates, 5),
 }
+
+
+BY_BYTES = ("frames", "checkpoints", "kept prices", "templates")  # that take any bytes
 
 
 def area_of(seed: int) -> str:
