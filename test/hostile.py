@@ -46,6 +46,7 @@ KINDS = ("inputs", "taken", "refused", "crashes", "hangs", "errors")
 WRITE_EVERY = 500
 BATCH = 10_000  # inputs of one process of feeds
 SHOWN_CHARS = 600
+ROOT = f"{Path(__file__).resolve().parents[1]}/"
 
 
 class Outcome(NamedTuple):
@@ -80,7 +81,7 @@ def feed(connection: Connection, first_seed: int, only: str | None) -> None:
                     for area in areas.values():
                         area.close()
             except BaseException as error:  # noqa: BLE001 - each is a find
-                trace = "".join(traceback.format_exception(error, limit=-3))
+                trace = "".join(traceback.format_exception(error, limit=-3)).replace(ROOT, "")
                 kind = "errors" if isinstance(error, Exception) else "crashes"
                 outcome = Outcome(kind, f"{name}: {raw[:200]!r}: {trace}"[-2000:])
             connection.send(outcome)

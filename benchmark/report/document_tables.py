@@ -65,7 +65,9 @@ def fp8_quality(results: list[Result]) -> str:
 def ledger(results: list[Result]) -> str:
     """One line per count of a ledger of seeds, and one below on its sittings."""
     (result,) = results
-    counts = {**result["counts"], "failed rounds": len(result["failures"])}
+    failures = result["failures"]
+    mended = sum("mended_in" in each for each in failures)
+    counts = {**result["counts"], "failed": len(failures), "of these mended since": mended}
     text = table(["counted", "number"], [[name, f"{count:,}"] for name, count in counts.items()])
     sittings = [each for each in result["sittings"] if "last" in each]
     commits = ", ".join(dict.fromkeys(each["commit"] for each in sittings))

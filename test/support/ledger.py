@@ -23,7 +23,7 @@ class Ledger:
 
     Attributes:
         found: `next_seed`, `rounds` (one a seed), `counts` by kind, `failures` (seed, error,
-            commit) and `sittings`.
+            commit; whoever mends one adds `mended_in`, a commit) and `sittings`.
     """
 
     def __init__(
