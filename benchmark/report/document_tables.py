@@ -104,3 +104,38 @@ def _asked(reached: float, asked: float | None, is_least: bool) -> list[str]:
     if asked is None:
         return ["", ""]
     return [f"{'>=' if is_least else '<='} {asked:g}", verdict(reached, asked, is_least)]
+
+
+def ledger(results: list[Result]) -> str:
+    """One line per count of a ledger of seeds, and one below on its sittings."""
+    (result,) = results
+    failures = result["failures"]
+    mended = sum("mended_in" in each for each in failures)
+    counts = {**result["counts"], "failed": len(failures), "of these mended since": mended}
+    text = table(["counted", "number"], [[name, f"{count:,}"] for name, count in counts.items()])
+    sittings = [each for each in result["sittings"] if "last" in each]
+    commits = ", ".join(dict.fromkeys(each["commit"] for each in sittings))
+    hours = sum(each["seconds"] for each in sittings) / 3600
+    number = "One sitting" if len(sittings) == 1 else f"{len(sittings)} sittings"
+    return f"{text}\n{number}, {hours:.1f} hours on a CPU, of commit {commits}.\n"
+
+
+def faults(results: list[Result]) -> str:
+    """One line per process: the functions and faults, and what became of the server."""
+    (result,) = results
+    found: dict[str, list[tuple[str, str, bool]]] = {}
+    for name, fault in result["faults"].items():
+        process, _, rest = name.partition(": ")
+        action, _, place = rest.partition(" in ")
+        found.setdefault(process, []).append((place, action, fault["error"] is None))
+    rows = [
+        [
+            process,
+            ", ".join(f"`{place}`" for place in dict.fromkeys(each[0] for each in cases)),
+            ", ".join(dict.fromkeys(each[1] for each in cases)),
+            f"{sum(each[2] for each in cases)} of {len(cases)}",
+        ]
+        for process, cases in found.items()
+    ]
+    text = table(["process", "while it is in", "faults", "as it must be"], rows)
+    return f"{text}\nCommit {result['commit']}.\n"

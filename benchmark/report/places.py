@@ -139,6 +139,14 @@ TABLES = {
     "costly_requests": Table(
         RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),
+    **{
+        name: Table(RELIABILITY, f"{name}.json", make)
+        for name, make in (
+            ("soak", document_tables.ledger),
+            ("hostile", document_tables.ledger),
+            ("faults", document_tables.faults),
+        )
+    },
 }
 PLOTS = {
     "adaptive_steps.svg": Plot("adaptive_steps", "adaptive_steps.json", plots.draw_adaptive_steps),

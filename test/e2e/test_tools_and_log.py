@@ -8,20 +8,18 @@ import socket
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from hostile_bodies import GENERATES, shorten
 from serving_utils import RunningServer, open_request
 from sglang import bench_offline_throughput, bench_one_batch, bench_serving
 
 NUM_SLOW = 20
 # Bodies of each kind, positive or negative, for a route; others have fewer.
-GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 NUM_BODIES = dict.fromkeys(GENERATES, 20) | {"/detokenize": 20}
 NUM_OTHER_BODIES = 6
-MAX_TOKENS = 8
 # Routes that need a folder, a trainer, a name, an earlier call or rest, besides a body.
 NEEDS_MORE = re.compile("weight|group|memory|profile|flush|{model}")
 
@@ -130,25 +128,6 @@ def test_slow_readers_hold_nobody_up_and_grow_no_memory(server: RunningServer) -
     server.wait_idle()
 
 
-def _shorten(body: dict[str, Any], path: str) -> None:
-    """Cases differ with the sources that lie around: none may run for long."""
-    wait_s = body.get("timeout_s", 60.0)
-    if "group" in path and isinstance(wait_s, float):
-        body["timeout_s"] = min(wait_s, 0.01)  # no trainer will come
-    holders, names = [body], ["max_tokens", "max_completion_tokens"]
-    if path == "/generate":
-        sampling = body.setdefault("sampling_params", {})
-        holders = sampling if isinstance(sampling, list) else [sampling]
-        names = ["max_new_tokens"]
-    for fields in holders if path in GENERATES else ():
-        if isinstance(fields, dict):
-            if not any(name in fields for name in names):
-                fields[names[0]] = MAX_TOKENS  # the default is longer
-            for name in names:
-                if isinstance(fields.get(name), int):
-                    fields[name] = min(fields[name], MAX_TOKENS)
-
-
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("is_right", [True, False], ids=["right bodies", "wrong bodies"])
 def test_openapi_fuzz_finds_no_server_error(server: RunningServer, is_right: bool) -> None:
@@ -181,7 +160,7 @@ def test_openapi_fuzz_finds_no_server_error(server: RunningServer, is_right: boo
             nonlocal num_calls
             num_calls += 1
             if isinstance(case.body, dict):
-                _shorten(case.body, case.operation.path)
+                shorten(case.body, case.operation.path)
             answer = case.call_and_validate(checks=[not_a_server_error])
             is_positive = case.meta.generation.mode.is_positive
             taken[case.operation.path] += is_positive and answer.status_code == 200

@@ -260,6 +260,9 @@ def test_a_missing_entry_is_named(tmp_path: Path, name: str) -> None:
     assert "config.json" in message
 
 
+GEMMA = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}  # of transformers
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -273,6 +276,9 @@ def test_a_missing_entry_is_named(tmp_path: Path, name: str) -> None:
         {"num_attention_heads": 0, "head_dim": None},
         {"num_attention_heads": -4},
         {"num_key_value_heads": 3},
+        {"num_key_value_heads": 0},
+        {**GEMMA, "num_key_value_heads": 0},
+        {**GEMMA, "num_attention_heads": 0, "head_dim": None},
         {"num_hidden_layers": 0},
         {"num_hidden_layers": 1025},
         {"head_dim": 15},
@@ -281,6 +287,7 @@ def test_a_missing_entry_is_named(tmp_path: Path, name: str) -> None:
         {"architectures": []},
         {"architectures": None},
         {"architectures": 7},
+        {"architectures": [""]},
         {"rope_parameters": [1]},
         {"rope_scaling": "linear"},
         {"rms_norm_eps": "small"},

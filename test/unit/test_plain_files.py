@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 
+from file_readers import READERS
 from serving_utils import make_model_dir
-from sglang.srt.lookahead.adaptive_config import read_adaptive_config
-from sglang.srt.model_config import load_model_config
-from sglang.srt.model_files import INDEX
-from sglang.srt.model_loader.weight_files import read_directory
-from sglang.srt.parser.template_files import find_templates
 from sglang.srt.plain_files import (
     MAX_DEPTH,
     UnreadableFileError,
@@ -25,11 +21,7 @@ from sglang.srt.plain_files import (
     read_json,
     read_text,
 )
-from sglang.srt.processes.ngram_corpus import corpus_from_flags
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.token_map import read_token_map
-from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
-from sglang.srt.tokenizer_config import read_tokenizer_config
+from sglang.srt.tokenizer import load_tokenizer
 
 
 def make_socket(path: Path) -> None:
@@ -65,37 +57,6 @@ def test_what_is_no_regular_file_is_refused_at_once(
     path = tmp_path / "file"
     make(path)
     assert "cannot be read: " in refusal(lambda: read_bytes(path, 10), path)
-
-
-def corpus(path: Path) -> Any:
-    model = path.parent / "model"
-    args = ServerArgs(
-        model_path=str(model),
-        speculative_algorithm="NGRAM",
-        speculative_ngram_external_corpus_path=str(path),
-    )
-    return corpus_from_flags(args, load_model_config(str(model)))
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    "model/config.json": lambda path: load_model_config(str(path.parent)),
-    "model/generation_config.json": lambda path: load_model_config(str(path.parent)),
-    f"model/{INDEX}": lambda path: list(read_directory(path.parent)),
-    "model/tokenizer.json": lambda path: load_tokenizer(path.parent),
-    "tokenizer.json": lambda path: read_tokenizer_json(path.parent),
-    "tokenizer_config.json": lambda path: read_tokenizer_config(path.parent),
-    "special_tokens_map.json": lambda path: read_tokenizer_config(path.parent),
-    "template.jinja": lambda path: find_templates(path.parent, str(path)),
-    "chat_templates/a.jinja": lambda path: _template_problem(path.parents[1]),
-    "map.json": lambda path: read_token_map(path, 9),
-    "map.safetensors": lambda path: read_token_map(path, 9),
-    "steps.json": lambda path: read_adaptive_config(str(path)),
-    "corpus.jsonl": corpus,
-}
-
-
-def _template_problem(folder: Path) -> None:
-    raise ValueError(find_templates(folder, None).problem)
 
 
 @pytest.mark.parametrize("name", READERS)

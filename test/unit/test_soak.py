@@ -24,10 +24,10 @@ def test_sittings_add_to_one_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(soak, "run_rounds", run_rounds)
     models: Any = None
     for num_requests in (20, 40, 40):
-        ledger = soak.Ledger(tmp_path / "ledger.json", f"until {num_requests}", first_seed=7)
+        ledger = soak.open_ledger(tmp_path / "ledger.json", f"until {num_requests}", first_seed=7)
         soak.run(ledger, models, num_requests, 60.0)
     assert seeds == [7, 8, 9, 10, 11]
-    found = soak.Ledger(tmp_path / "ledger.json", "read").found
+    found = soak.open_ledger(tmp_path / "ledger.json", "read").found
     failure = {"seed": 8, "error": "two final answers", "commit": "until 20"}
     assert found["failures"] == [failure]
     assert found["rounds"] == 5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -145,8 +147,14 @@ def test_missing_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_broken_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+# The library panics at it: the prefix is longer than the token.
+PANICS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+PANICS |= {"continuing_subword_prefix": "#" * 10}
+
+
+@pytest.mark.parametrize("content", [{}, {"version": "1.0", "model": PANICS}])
+def test_broken_tokenizer_is_one_clear_line(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match="can be read") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)

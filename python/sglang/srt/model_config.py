@@ -241,7 +241,10 @@ def _read_by_transformers(path: Path, entries: dict[str, Any], is_wish: bool) ->
         known = f"no file of ours computes {named!r:.80} (known: {', '.join(MODELS.names)})"
         why = "--model-impl transformers" if is_wish else known
         raise _refusal(path, f"{why}, and {problem}")
-    return completed(entries)
+    try:
+        return completed(entries)
+    except (TypeError, ArithmeticError) as error:
+        raise _refusal(path, str(error)) from None
 
 
 def _refusal(path: Path, reason: str) -> ModelPathError:
@@ -255,9 +258,10 @@ def _with_family_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 def _parse(path: Path, config: dict[str, Any]) -> ModelConfig:
     num_heads = _number(config, "num_attention_heads", int)
-    if not config["architectures"]:
+    if not (config["architectures"] and architecture_of(config)):
         raise ValueError("`architectures` names no model class")
     hidden_size = _number(config, "hidden_size", int)
+    num_kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     rope = parse_rope(config)
     return ModelConfig(
         path=path,
@@ -268,8 +272,8 @@ def _parse(path: Path, config: dict[str, Any]) -> ModelConfig:
         intermediate_size=_number(config, "intermediate_size", int),
         num_layers=_number(config, "num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        num_kv_heads=num_heads if num_kv_heads is None else int(num_kv_heads),
+        head_dim=hidden_size // num_heads if head_dim is None else int(head_dim),
         rms_norm_eps=_number(config, "rms_norm_eps", float),
         rope=rope,
         context_len=int(_number(config, "max_position_embeddings", int) * rope.context_factor),

@@ -26,6 +26,7 @@ NUM_CONTEXT_IDS = 32
 MAX_TOKENIZER_BYTES = 1 << 30  # of tokenizer.json; those of 256k tokens have 40 MB
 MAX_REASON_CHARS = 400
 REMEDY = "Is the download complete? --tokenizer-path names another folder with a tokenizer.json."
+PANIC = "PanicException"  # of a library in Rust; no Exception, and nowhere to be imported from
 DECODE_ALONE_IDS = 10_000  # fewer take a few milliseconds, for which other threads can wait
 
 
@@ -258,7 +259,9 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_TOKENIZER_BYTES))
     except UnreadableFileError as error:
         raise TokenizerError(f"{error}.") from None
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and panics
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
         raise TokenizerError(
             f"{path} is not a tokenizer that can be read: {_reason(error)}. {REMEDY}"
         ) from None
@@ -343,7 +346,7 @@ def _read_with_transformers(directory: Path) -> Any:
         ) from None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Returns what an error says, in one line that ends with a whole word."""
     return textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ...").rstrip(".")
 

@@ -122,6 +122,7 @@ def completed(entries: Mapping[str, Any]) -> dict[str, Any]:
     config = read_config(text)
     read = Entries(config)
     num_heads, hidden_size = config.num_attention_heads, config.hidden_size
+    num_kv_heads, head_dim = read("num_key_value_heads"), read("head_dim")
     return {
         "architectures": [model_class(config).__name__],
         "model_type": config.model_type,
@@ -130,8 +131,8 @@ def completed(entries: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": read("intermediate_size") or 4 * hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": read("num_key_value_heads") or num_heads,
-        "head_dim": read("head_dim") or hidden_size // num_heads,
+        "num_key_value_heads": num_heads if num_kv_heads is None else num_kv_heads,
+        "head_dim": hidden_size // num_heads if head_dim is None else head_dim,
         "rms_norm_eps": 0.0,  # its norms know their own
         "max_position_embeddings": _context_len(config),
         "tie_word_embeddings": bool(config.tie_word_embeddings),

@@ -347,6 +347,7 @@ MISTAKES: list[tuple[str, str]] = [
     ('{"１": {}}', ": Object contains unknown field `１`."),
     ("{" + ONE + ', "candidate_steps": [1]}', ": Object contains unknown field `candidate_steps`."),
     ('{"a\x7f": 1}', ": Object contains unknown field `a\\x7f`."),
+    ('{"\\ud800": 1}', ": 'utf-8' codec can't encode character"),
     ('{"1": {"min_batch_size": 1}}', ', slot "1": Object contains unknown field `min_batch_size`'),
     ('{"1": {}}', ', slot "1": Object missing required field `candidate_steps`.'),
     ('{"1": [1, 3]}', ', slot "1": Expected `object`, got `array`.'),

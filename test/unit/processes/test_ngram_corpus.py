@@ -116,6 +116,7 @@ def test_a_budget_of_nothing_is_no_bound(model: Path, tmp_path: Path, budget: in
         (b'"a\xff b"', "line 1 must be a JSON string"),
         ('"a b\\ud800"', "line 1 must be a JSON string"),
         ("[" * 100_000, "line 1 must be a JSON string"),
+        ('{"a": ' * 100_000, "line 1 must be a JSON string"),
     ],
 )
 def test_what_is_no_corpus_is_refused(

@@ -194,7 +194,7 @@ def _slot(key: str, value: Any, numbers: dict[str, Any], place: str) -> Adaptive
 def _converted(value: Any, kind: type[T], place: str) -> T:
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         reason = str(error).replace(" - at `$.", ", in `")
         reason = reason if reason.isprintable() else ascii(reason)[1:-1]
         raise AdaptiveConfigError(f"{place}: {reason[:MAX_SHOWN_CHARS]}.") from None

@@ -68,14 +68,18 @@ def join_ranks(args: ServerArgs, addresses: IpcAddresses, rank: int) -> RankGrou
 
 
 @contextmanager
-def ends_after_lost_rank() -> Iterator[None]:
-    """Ends the block if another rank is lost, a little later: the launcher shall see and name that
-    one's end, not this one's."""
+def ends_at_once() -> Iterator[None]:
+    """Ends the process when the block ends, with exit code 1, whatever its other threads wait for:
+    a disk that hangs, or a trainer. After the loss of another rank it ends a little later: the
+    launcher shall see and name that one's end, not this one's."""
     try:
         yield
     except RankLostError as error:
         logger.error("Another rank is lost, so this one ends: %s", error)
         time.sleep(LAST_WORDS_S)
+    except Exception:  # nothing can go on after it
+        logger.exception("This process fails.")
+    os._exit(1)
 
 
 def make_model_parts(

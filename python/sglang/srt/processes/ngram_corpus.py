@@ -84,7 +84,7 @@ def _texts(path: str, place: str) -> Iterator[str]:
             continue
         try:
             value = msgspec.json.decode(line, type=str | _Line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             problem = 'must be a JSON string, or an object with a string "text"'
             raise Refusal(f"{place}: line {number}", problem, "mend the line") from None
         yield value if isinstance(value, str) else value.text

@@ -17,7 +17,7 @@ from sglang.srt.processes.child_process import (
     start_beats,
     start_child_process,
 )
-from sglang.srt.processes.model_parts import ends_after_lost_rank, join_ranks, make_model_parts
+from sglang.srt.processes.model_parts import ends_at_once, join_ranks, make_model_parts
 from sglang.srt.processes.rank_calls import calls_of
 from sglang.srt.processes.tokenizer_flags import tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs
@@ -39,14 +39,14 @@ def main() -> int:
         assert ranks is not None, "A rank beside the first one."
         cache = child.addresses.private_cache
         parts = make_model_parts(args, tokenizer_from_flags(args), cache, ranks)
-    except (ValueError, MemoryError, RuntimeError) as error:
+    except (ValueError, MemoryError, RuntimeError, OSError) as error:
         logger.debug("The rank cannot start.", exc_info=True)
         launcher.send(ProcessFailed(role=role, message=" ".join(str(error).split())))
         launcher.close()
         return 1
     start_beats(child, receiver, args.watchdog_timeout)
     launcher.send(ProcessReady(role=role))
-    with ends_after_lost_rank():
+    with ends_at_once():
         follow(parts.worker, receiver.receive, calls_of(parts.runners, ranks))
     return 1
 

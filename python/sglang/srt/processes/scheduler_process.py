@@ -33,7 +33,7 @@ from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, DTYPE_BYTES, MTP_IS_
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.model_parts import (
     ModelParts,
-    ends_after_lost_rank,
+    ends_at_once,
     join_ranks,
     make_model_parts,
 )
@@ -63,14 +63,14 @@ def main() -> int:
     inbox: Receiver[Any] = Receiver(child.addresses.scheduler, ToScheduler)
     try:
         scheduler, info = build(args, child.addresses, inbox)
-    except (ValueError, MemoryError, RuntimeError) as error:
+    except (ValueError, MemoryError, RuntimeError, OSError) as error:
         logger.debug("The scheduler cannot start.", exc_info=True)
         launcher.send(ProcessFailed(role="scheduler", message=" ".join(str(error).split())))
         launcher.close()
         return 1
     start_beats(child, inbox, args.watchdog_timeout)
     launcher.send(ProcessReady(role="scheduler", scheduler=info))
-    with ends_after_lost_rank():
+    with ends_at_once():
         scheduler.run()
     return 1
 
