@@ -211,6 +211,10 @@ def main() -> int:
     parser.add_argument("--area", help="all inputs are for this one")
     parser.add_argument("--atheris", metavar="AREA", help="one that takes any bytes")
     args, more = parser.parse_known_args()
+    if more and not args.atheris:
+        parser.error(f"unknown: {' '.join(more)}")
+    if args.area and args.ledger:
+        parser.error("--area: such runs are in no ledger; leave out --ledger")
     if args.atheris:
         guided(args.atheris, [each for each in more if each != "--"])
     if args.seed is not None:

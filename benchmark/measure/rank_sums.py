@@ -1,4 +1,4 @@
-"""Times sums of two ranks: through NCCL, and in one exchange over memory that both GPUs read.
+"""Times sums of two ranks: through NCCL, and in one exchange over memory that both GPUs write.
 
     python -m benchmark.measure.rank_sums
 

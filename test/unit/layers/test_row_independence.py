@@ -1,5 +1,6 @@
 """Kernels of --enable-deterministic-inference in Triton's interpreter: right, and with the same
-bits for a row in any company. test/gpu/test_row_independence_gpu.py compares them on a GPU."""
+bits for a row in any company. The interpreter has one tile for all products but those of few rows;
+test/gpu/test_row_independence_gpu.py compares all tiles on a GPU."""
 
 from __future__ import annotations
 

@@ -135,6 +135,21 @@ def test_a_step_is_cut_to_the_rows_of_a_graph_once_scores_are_known() -> None:
     assert plan.counts.packed == PackedSize(192, 192), "as cheap as 96 rows"
 
 
+def test_scores_are_renewed_if_only_every_second_step_has_drafts() -> None:
+    rows = prices_of((64, 64 * (1 + DEPTH)), (10.0, 13.0))  # a draft pays if its chance is over 0.1
+    cutting, sizes = Cutting(MeasuredRoundPrices(rows, FREE_DRAFTS)), list[int]()
+    for confidence, num_right in ((0.05, 0), (0.95, DEPTH)):
+        cutting.confidence.fill_(confidence)
+        for _ in range(40):
+            plan = cutting.cut([DEPTH] * 64)
+            cutting.observe(result_of(plan.num_drafts, [num_right] * 64))
+            without = replace(cutting._record, scores=None)
+            cutting.tile_spec.observe(without, result_of([0] * 64, [0] * 64))
+        packed = cutting.cut([DEPTH] * 64).counts.packed
+        sizes.append(64 * (1 + DEPTH) if packed is None else packed.num_rows)
+    assert sizes[0] < sizes[1]
+
+
 def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() -> None:
     cutting = Cutting(MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS), 0.05)
     cutting.cut([DEPTH] * 4)

@@ -299,7 +299,7 @@ def test_a_rotation_whose_result_is_changed_before_attention_stays(is_changed: b
     rotations, module = StepRotations(CurrentStep()), Rotating()
     rotations.exchange_in(module, 5)
     q, k = module(torch.ones(1, 2, 3, 8), torch.ones(1, 3, 8))
-    rotations.note(5, q * 2 if is_changed else q, k)
+    rotations.note(5, q * 2 if is_changed else q, k, torch.ones(1))
     assert rotations.layers == (set() if is_changed else {5})
 
 
@@ -308,30 +308,31 @@ class Normalizing(torch.nn.Module):
         super().__init__()
         self.norm, self.change = norm, change
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k = self.norm(x).transpose(1, 2), self.norm(x).transpose(1, 2)
-        return rotate(self.change(q), k, angles, angles)
+        return *rotate(self.change(q), k, angles, angles), k
 
 
 @pytest.mark.parametrize(
-    ("change", "is_left"),
+    ("change", "values_are_keys", "is_left"),
     [
-        (lambda heads: heads, True),
-        (lambda heads: heads * 2, False),
-        (lambda heads: heads[:, :1], False),
-        (lambda heads: heads.flip(1), False),
+        (lambda heads: heads, False, True),
+        (lambda heads: heads, True, False),
+        (lambda heads: heads * 2, False, False),
+        (lambda heads: heads[:, :1], False, False),
+        (lambda heads: heads.flip(1), False, False),
     ],
-    ids=["none", "scaled", "others", "turned"],
+    ids=["none", "values are keys", "scaled", "others", "turned"],
 )
 def test_norms_of_heads_stay_if_their_results_are_changed_before_the_rotation(
-    change: Callable[[torch.Tensor], torch.Tensor], is_left: bool
+    change: Callable[[torch.Tensor], torch.Tensor], values_are_keys: bool, is_left: bool
 ) -> None:
     step = CurrentStep()
     rotations, norm = StepRotations(step), StepNorm(torch.nn.RMSNorm(8), 1e-5, step)
     module = Normalizing(norm, change)
     rotations.exchange_in(module, 5)
-    q, k = module(torch.ones(1, 3, 2, 8), torch.ones(1, 3, 8))
-    rotations.note(5, q, k)
+    q, k, normed = module(torch.ones(1, 3, 2, 8), torch.ones(1, 3, 8))
+    rotations.note(5, q, k, normed if values_are_keys else torch.ones(1, 2, 3, 8))
     assert (norm.is_left, rotations.layers) == (is_left, {5})
     norms = rotations.norms_of(5)
     assert norms == (HeadNorms(norm.weight, norm.weight, 1e-5) if is_left else None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import load_model_config
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.determinism import check_determinism
 from sglang.srt.processes.flag_checks import MTP_IS_OFF, check_flags
 from sglang.srt.processes.runtime_config import resolve
-from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS, ROW_INDEPENDENT
+from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS, ROW_INDEPENDENT, TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 
 MODEL = load_model_config("demo")
@@ -117,6 +120,26 @@ DETERMINISTIC = {"enable_deterministic_inference": True, "device": "cuda", "dtyp
 def test_what_determinism_does_not_cover_is_refused(flags: dict[str, Any], says: str) -> None:
     assert says in refused(MAYBE_GPU, **DETERMINISTIC | flags)
     checked(MAYBE_GPU, **DETERMINISTIC | flags | {"enable_deterministic_inference": False})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"impl": TRANSFORMERS}, "does not cover LlamaForCausalLM, which transformers' code"),
+        (
+            {"hf": {**MODEL.hf, "text_config": {"quantization_config": {"quant_method": "fp8"}}}},
+            "does not cover weights in fp8",
+        ),
+    ],
+    ids=["transformers", "fp8"],
+)
+def test_models_that_determinism_does_not_cover_are_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    args, model = ServerArgs(model_path="demo", **DETERMINISTIC), replace(MODEL, **changes)
+    check_determinism(args, MODEL, ["cuda"])
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_determinism(args, model, ["cuda"])
 
 
 def test_determinism_covers_chains_of_all_drafters() -> None:

@@ -18,6 +18,7 @@ class HeadNorms(NamedTuple):
 
     Attributes:
         queries, keys: weights [head_dim].
+        eps: added to the mean square.
     """
 
     queries: torch.Tensor
@@ -102,6 +103,7 @@ class LayerOps(Protocol):
                 for each token.
             positions, slots: [T] int64.
             kv: [num_slots, 2 * num_kv_heads, head_dim].
+            norms: of q and k; None: there are none.
 
         Returns:
             Rotated queries [T, num_heads, head_dim].

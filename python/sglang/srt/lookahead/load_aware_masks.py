@@ -28,7 +28,7 @@ from sglang.srt.step.price_table import StepShape
 OPTIONS_STEPS, LEARNT = 16, 8
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
-CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above the lower end
+CERTAINTY = 1.64  # standard deviations: each chance is above the lower end 19 of 20 times
 
 
 @dataclass(frozen=True, slots=True)

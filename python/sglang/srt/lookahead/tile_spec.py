@@ -74,10 +74,10 @@ class TileSpec:
         self._fixed = fixed
         self._has_trees = has_trees
         self._calibration = Calibration()
-        self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
+        self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
-        self._num_read = 0  # steps
+        self._num_read = self._num_scored = 0  # steps, and those of them with drafts
         # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
         # they were looked at last.
         self._known = dict[tuple[int, int, int, int], LatencyTable]()
@@ -219,10 +219,9 @@ class TileSpec:
             self._gains.clear()
         num_drafts, fed = record.plan.num_drafts, result.num_drafts
         accepted = [count or 1 for count in result.accept_lens]
-        if record.scores is None:
+        if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
-        [table] = record.scores.read()  # copied before the step ran: nothing is waited for
-        chains = table.numpy()[list(record.rows), : max(num_drafts)]
+        chains = record.scores.read()[0].numpy()[list(record.rows), : max(num_drafts)]
         scores = np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
         if fed and not self._has_trees:
             self._continue(accepted, fed, num_drafts, scores)
@@ -239,9 +238,10 @@ class TileSpec:
             confirmed = places < num_right[:, None]
         was_fed = places < num_fed[:, None]
         self._calibration.observe(told[was_fed], confirmed[was_fed])
-        if self._scores is None or self._num_read % SCORE_STEPS == 0:
+        if self._num_scored % SCORE_STEPS == 0:
             self._scores = told
             self._right.clear()
+        self._num_scored += 1
         return accepted
 
     def _continue(

@@ -146,12 +146,13 @@ class StepRotations:
                 return norm
         return None
 
-    def note(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
+    def note(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Notes in the first run what attention of a layer gets."""
         if self._returned is not None and q is self._returned[0] and k is self._returned[1]:
             self.layers.add(layer)
             of_q, of_k = self._normed_by
-            if of_q is not None and of_k is not None and of_q.eps == of_k.eps:
+            is_value = self._norm_of(v) is not None
+            if of_q and of_k and of_q.eps == of_k.eps and not is_value:
                 self.norms[layer] = of_q, of_k
                 of_q.is_left = of_k.is_left = True
         self._returned = None

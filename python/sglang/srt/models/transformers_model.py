@@ -74,7 +74,7 @@ class TransformersStep(CurrentStep):
         if self.runtime is None:
             heads = (q.shape[1], k.shape[1], q.shape[3], k.shape[3], v.shape[3])
             self.calls.append(LayerCall(layer, heads, options))
-            self.rotations.note(layer, q, k)
+            self.rotations.note(layer, q, k, v)
             return q.transpose(1, 2)
         rotation = self.rotations.take(q)
         qkv, norms = _side_by_side(q, k, v), self.rotations.norms_of(layer)

@@ -10,7 +10,7 @@ from sglang.srt.processes.config_error import Refusal
 from sglang.srt.registry import TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.weight_format import QUANTIZATION
+from sglang.srt.weight_format import said_of_weights
 
 FLAG = as_flag("enable_deterministic_inference")
 WITHOUT = f"leave {FLAG} out"
@@ -45,7 +45,7 @@ def check_determinism(
     if model.impl == TRANSFORMERS:
         reason = f"does not cover {model.architecture}, which transformers' code computes"
         raise Refusal(FLAG, reason, "leave it out")
-    if args.quantization is not None or any(model.hf.get(entry) for entry in QUANTIZATION):
+    if args.quantization is not None or said_of_weights(model.hf) is not None:
         raise Refusal(FLAG, "does not cover weights in fp8", "use weights of 16 bits")
     if drafter is not None and drafter.options.rounds.has_trees:
         remedy = (

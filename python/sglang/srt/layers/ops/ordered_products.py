@@ -197,23 +197,26 @@ class OrderedProducts:
     def _equal_rows(self, most_rows: int, weight: torch.Tensor) -> frozenset[int]:
         """Returns the numbers of rows for which the library gives the same bits, of `LIBRARY_ROWS`
         up to `most_rows`. Those are compared when first asked for, but not while a graph is
-        captured, which cannot wait."""
+        captured, which cannot wait, nor for good while the weight is nearly 0."""
         known = self._library.setdefault((weight.shape, weight.dtype), {})
         sizes = [size for size in LIBRARY_ROWS if size <= most_rows]
         if not torch.cuda.is_current_stream_capturing():
             for size in sizes:
-                if size not in known:
-                    known[size] = self._are_equal(size, weight)
+                if size not in known and (found := self._are_equal(size, weight)) is not None:
+                    known[size] = found
         return frozenset(size for size in sizes if known.get(size, False))
 
-    def _are_equal(self, num_rows: int, weight: torch.Tensor) -> bool:
+    def _are_equal(self, num_rows: int, weight: torch.Tensor) -> bool | None:
+        """Compares the library with `tile_kernel`; None: the weight is nearly 0, which tells
+        nothing."""
         generator = torch.Generator(weight.device).manual_seed(num_rows)
         shape = num_rows, weight.shape[1]
         x = torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
         out = x.new_empty((num_rows, weight.shape[0]))
         self._by_tiles(x, weight, None, out, is_gated=False)
-        is_telling = float(out.count_nonzero()) >= LEAST_NONZERO * out.numel()
-        return is_telling and torch.equal(out, torch.mm(x, weight.t(), out=torch.empty_like(out)))
+        if float(out.count_nonzero()) < LEAST_NONZERO * out.numel():
+            return None
+        return torch.equal(out, torch.mm(x, weight.t(), out=torch.empty_like(out)))
 
 
 def divide(num_rows: int, by_library: frozenset[int]) -> list[_Piece]:

@@ -146,9 +146,8 @@ class TritonOps:
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         out = self._few_rows(x, weight, bias, is_gated=True)
-        if out is None and self._products is not None and bias is None:
-            assert not isinstance(weight, ScaledWeight), "Refused at the start."
-            out = self._products.gated_linear(x, weight)
+        if out is None and bias is None and not isinstance(weight, ScaledWeight):
+            out = None if self._products is None else self._products.gated_linear(x, weight)
         return self.silu_and_mul(self._many_rows(x, weight, bias)) if out is None else out
 
     def _many_rows(
