@@ -32,7 +32,7 @@ from sglang.srt.layers.attention.triton_ops import (
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import experts_kernels as experts
 from sglang.srt.layers.ops import few_rows as few
-from sglang.srt.layers.ops import ordered_products
+from sglang.srt.layers.ops import ordered_products, rank_exchange
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.layers.ops.expert_products import ExpertTiles
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -317,6 +317,20 @@ KERNELS = {
     ),
     "gated products of experts": experts_product(1, True),
     "products of experts, not even": experts_product(32, False, is_even=False),
+    **{
+        f"exchange of ranks, {type_name}": Kernel(
+            rank_exchange._exchange_kernel,
+            {
+                "RANK": 1,
+                "NUM_RANKS": 3,
+                "TYPE": rank_exchange.TYPES[dtype],
+                "IS_WORD": dtype == torch.float32,
+                "BLOCK": rank_exchange.BLOCK,
+            },
+            types={"x_ptr": "*i32", "epochs_ptr": "*i32", "buffers_ptr": "*i64"},
+        )
+        for type_name, dtype in (("words", torch.float32), ("pairs", torch.bfloat16))
+    },
     "sum of experts": Kernel(experts.sum_kernel, {"NUM_CHOSEN": 8, "BLOCK": 512}),
     **tree_kernels(
         "prompts",
