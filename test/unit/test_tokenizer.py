@@ -152,7 +152,21 @@ PANICS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b
 PANICS |= {"continuing_subword_prefix": "#" * 10}
 
 
-@pytest.mark.parametrize("content", [{}, {"version": "1.0", "model": PANICS}])
+# It panics when it encodes: the template's token is not among its special ones.
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+TEMPLATE |= {"single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}]}
+PANICS_LATER = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"version": "1.0", "model": PANICS},
+        {"version": "1.0", "model": PANICS_LATER, "post_processor": TEMPLATE},
+    ],
+    ids=["empty", "panics", "panics later"],
+)
 def test_broken_tokenizer_is_one_clear_line(tmp_path: Path, content: dict[str, Any]) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match="can be read") as error:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import codecs
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,12 +252,22 @@ def read_tokenizer_json(path: str | os.PathLike[str]) -> str:
 
 
 def _load_tokenizer_json(path: Path) -> Tokenizer:
-    return _wrap(_read_backend(path))
+    with _errors_name(path):
+        return _wrap(_read_backend(path))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
+    with _errors_name(path):
         return tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_TOKENIZER_BYTES))
+
+
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Refuses a file at which the library fails in this block."""
+    try:
+        yield
+    except TokenizerError:
+        raise
     except UnreadableFileError as error:
         raise TokenizerError(f"{error}.") from None
     except BaseException as error:  # the library raises plain Exception, and panics
