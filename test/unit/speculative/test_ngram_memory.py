@@ -17,7 +17,7 @@ from eagle_models import CONTEXT, VOCAB, write_models
 from eagle_serving import setup_for
 from ngram_serving import Served, ngram_config
 from sglang.srt.control import internal_state
-from sglang.srt.lookahead import round_prices
+from sglang.srt.lookahead import load_aware_drafts, round_prices
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.ngram_memory import NgramMemory
@@ -91,6 +91,7 @@ def test_a_scheduler_that_has_served_more_novel_text_is_as_large(
 ) -> None:
     """All that the scheduler and its worker hold, after some requests and after further ones."""
     monkeypatch.setattr(round_prices, "MAX_COSTS", 1)
+    monkeypatch.setattr(load_aware_drafts, "PRICE_EVERY", 1)
     monkeypatch.setattr(internal_state, "RECENT_STEPS", 4)
     drafter = ngram_config(*shape, capacity=64, tier_policy="matched")
     harness = Served(target, drafter, setup_for(shape[0], use_radix_cache=False), FREE_ROWS)
