@@ -41,7 +41,8 @@ class _Options:
     Attributes:
         low_ms: the least that each probably gains, with tokens worth what they cost in plain steps:
             does it beat plain decoding?
-        high_ms: the most, with tokens worth what they cost at the best limit: which one is best?
+        mean_ms, high_ms: the expected gain and the most, with tokens worth what they cost at the
+            best limit: which one is best, and which one might be?
         costs_ms: prices of a step at each, while steps are alike.
         token_ms: what a token costs in plain steps.
         decode_ms: price of the step at limit 1 without its prompts.
@@ -50,6 +51,7 @@ class _Options:
     """
 
     low_ms: list[float]
+    mean_ms: list[float]
     high_ms: list[float]
     costs_ms: list[float]
     token_ms: float
@@ -61,7 +63,7 @@ class LoadAwareMasks:
     """Looks ahead where that surely pays, and otherwise tries it within a small budget.
 
     A limit pays if the tokens that it brings at least, by what was accepted lately, are worth more
-    than its price beside plain decoding. Of those that do, the one that may gain most is taken.
+    than its price beside plain decoding. Of those that do, the one that gains most is taken.
     Where none does but one might, the cheapest of these is tried for a step if the trial budget can
     bear that no token of it is accepted. The trial budget is in milliseconds, at first `decode_ms`
     (see `_Options`):
@@ -134,14 +136,14 @@ class LoadAwareMasks:
 
     def _limit(self, options: _Options) -> tuple[int, bool]:
         """Returns the limit that pays most or may be tried, and whether it surely pays."""
-        low_ms, high_ms, costs_ms = options.low_ms, options.high_ms, options.costs_ms
+        costs_ms = options.costs_ms
         limits, left_ms = range(1, 1 + len(costs_ms)), self._budget.left_ms
         if left_ms >= -options.luck_ms:
             least_ms = self._prices.spread * costs_ms[0]  # by which prices are off
-            sure = [limit for limit in limits if low_ms[limit - 1] > least_ms]
+            sure = [limit for limit in limits if options.low_ms[limit - 1] > least_ms]
             if sure:
-                return max(sure, key=lambda limit: high_ms[limit - 1]), True
-        hopeful = [limit for limit in limits if high_ms[limit - 1] > 0]
+                return max(sure, key=lambda limit: options.mean_ms[limit - 1]), True
+        hopeful = [limit for limit in limits if options.high_ms[limit - 1] > 0]
         tried = min(hopeful, default=1, key=lambda limit: costs_ms[limit - 1])
         return (tried if costs_ms[tried - 1] - costs_ms[0] <= left_ms else 1), False
 
@@ -178,6 +180,7 @@ class LoadAwareMasks:
 
         return _Options(
             low_ms=gains_ms(low, worths[0]),
+            mean_ms=gains_ms(mean, min(worths)),
             high_ms=gains_ms(high, min(worths)),
             costs_ms=costs,
             token_ms=worths[0],
