@@ -43,6 +43,7 @@ def describe_environment() -> dict[str, Any]:
         },
         **measured_commit(),
         "command": shown_command(sys.argv),
+        **_switches(os.environ),
         "versions": {
             "python": platform.python_version(),
             "sglang-adaptive": sglang.__version__,
@@ -62,6 +63,14 @@ def measured_commit(root: Path = ROOT, environ: Mapping[str, str] = os.environ) 
         return {"commit": _git(root, "rev-parse", "HEAD"), "dirty": bool(changes)}
     told = environ.get(COMMIT_VARIABLE, "")
     return {"commit": told.removesuffix(DIRTY) or "unknown", "dirty": told.endswith(DIRTY)}
+
+
+def _switches(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Returns the server's switches in the environment, but no paths."""
+    names = sorted(name for name in environ if name.startswith("SGLANG_"))
+    found = {name: environ[name] for name in names if name != COMMIT_VARIABLE}
+    shown = {name: value for name, value in found.items() if "/" not in value}
+    return {"environment": shown} if shown else {}
 
 
 def _package_versions() -> dict[str, str]:

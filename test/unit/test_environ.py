@@ -16,7 +16,7 @@ SWITCHES = {
     "SGLANG_CUDA_GRAPH_POISON": "graph_poison",
     "SGLANG_KV_CANARY": "kv_canary",
     "SGLANG_MTP_FIXED_K": "mtp_fixed_k",
-    "SGLANG_ONE_SHOT_SUMS": "one_shot_sums",
+    "SGLANG_NCCL_SUMS": "nccl_sums",
 }
 
 

@@ -32,8 +32,8 @@ class Environ:
         tile_spec_drafts: for benchmarks, drafts of a request that a step with `--tile-spec`
             verifies on average, whatever they are worth (`SGLANG_TILE_SPEC_DRAFTS`); None: those
             that pay.
-        one_shot_sums: ranks sum small messages in one exchange, over memory that all their GPUs
-            write, instead of through NCCL (`SGLANG_ONE_SHOT_SUMS`).
+        nccl_sums: NCCL computes small sums of ranks too, not our own exchange over memory that all
+            their GPUs write (`SGLANG_NCCL_SUMS`).
         torch_profiler_dir: folder that `/start_profile` may write to; None: it may not
             (`SGLANG_TORCH_PROFILER_DIR`).
     """
@@ -47,7 +47,7 @@ class Environ:
     mtp_fixed_k: bool = False
     simulated_accept_len: float | None = None
     tile_spec_drafts: float | None = None
-    one_shot_sums: bool = False
+    nccl_sums: bool = False
     torch_profiler_dir: str | None = None
 
     @classmethod
@@ -67,7 +67,7 @@ class Environ:
             mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
             simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
             tile_spec_drafts=_tokens("SGLANG_TILE_SPEC_DRAFTS"),
-            one_shot_sums=_steps("SGLANG_ONE_SHOT_SUMS") > 0,
+            nccl_sums=_steps("SGLANG_NCCL_SUMS") > 0,
             torch_profiler_dir=os.environ.get("SGLANG_TORCH_PROFILER_DIR") or None,
         )
 

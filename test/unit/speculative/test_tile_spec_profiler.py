@@ -149,7 +149,7 @@ def test_another_setting_has_prices_of_its_own(tmp_path: Path, model: Path, chan
 def test_other_code_of_the_model_and_other_sums_have_prices_of_their_own(
     tmp_path: Path, model: Path
 ) -> None:
-    """As `--model-impl`, `--tp-size` and SGLANG_ONE_SHOT_SUMS choose."""
+    """As `--model-impl`, `--tp-size` and SGLANG_NCCL_SUMS choose."""
 
     def start(impl: str, one_shot: object | None) -> list[str]:
         target, head = runner_of(model), runner_of(model, 32)

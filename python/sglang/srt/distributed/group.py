@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from sglang.srt.distributed.one_shot import ONE_SHOT_BYTES, Exchange, OneShotSums
+from sglang.srt.distributed.one_shot import ALIGNMENT, ONE_SHOT_BYTES, Exchange, OneShotSums
 from sglang.srt.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class RankGroup:
         Args:
             device: this rank's.
             exchange: the kernel that sums small messages, if the GPUs can; None: NCCL sums all.
-            one_shot_bytes: of the largest of them.
+            one_shot_bytes: that a rank sends of the largest of them, to all others together.
 
         Raises:
             ValueError: if this torch cannot.
@@ -105,8 +105,9 @@ class RankGroup:
             self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
         if exchange is not None:
             apart = dist.PrefixStore("one shot", store)
-            self._connect_one_shot(exchange, apart, device, one_shot_bytes)
-            message = torch.zeros((1, one_shot_bytes // dtype.itemsize), dtype=dtype, device=device)
+            num_bytes = one_shot_bytes // (self.shard.num_ranks - 1) // ALIGNMENT * ALIGNMENT
+            self._connect_one_shot(exchange, apart, device, num_bytes)
+            message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
             self.sum(message)
         torch.cuda.synchronize()
         self._group.barrier().wait()

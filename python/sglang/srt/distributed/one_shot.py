@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from sglang.srt.shard import Shard
 
-ONE_SHOT_BYTES = 1 << 19  # of the largest message; no run on several GPUs has decided it yet
+ONE_SHOT_BYTES = 1 << 20  # that a rank sends, at most: as much as `rank_sums` was faster with
 NAME: Any = "one shot"  # a `GroupName`
 ALIGNMENT = 16  # bytes, of a message and its place in memory
 

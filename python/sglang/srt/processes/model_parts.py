@@ -108,7 +108,7 @@ def make_model_parts(
         if ranks is not None:
             with start_phase("Connecting the GPUs of all ranks"):
                 execution = config.execution
-                exchange = import_module(EXCHANGE) if environ.one_shot_sums else None
+                exchange = None if environ.nccl_sums else import_module(EXCHANGE)
                 ranks.connect_gpus(execution.device, getattr(torch, execution.dtype), exchange)
     runners = make_runners(config.execution, *draft_models, ranks=ranks)
     prices = measure_prices(config, runners.target, kept)
