@@ -19,6 +19,7 @@ from sglang.srt.frontend.speculative_field import read_speculative
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.determinism import refusal_of_requests
 from sglang.srt.processes.grammar_flags import grammar_refusal
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
@@ -61,6 +62,8 @@ def limits_from_flags(
         max_custom_labels=server_args.max_custom_labels,
         mtp_max_k=info.mtp_max_k,
         mtp_refusal=info.mtp_refusal or NO_MASK_TOKEN,
+        deterministic_refusal=refusal_of_requests(server_args),
+        all_are_deterministic=server_args.enable_deterministic_inference,
         drafters=info.drafters,
         max_top_logprobs=server_args.max_top_logprobs,
         max_token_ids_logprob=server_args.max_token_ids_logprob,

@@ -299,7 +299,7 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
     """Returns the graphs with a price of their own. Where no request looks ahead, only steps with
-    prompts need prices; draft steps never do.
+    prompts need prices; draft steps never do. Steps in fixed orders count as any others.
 
     Args:
         max_width: rows that a request feeds, at most.
@@ -308,7 +308,9 @@ def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
     return [
         key
         for key in ([] if keys is None else keys.all)
-        if (key.tag == MIXED or looks_ahead) and key.hidden_width == runner.model.hidden_width
+        if (key.tag == MIXED or looks_ahead)
+        and key.hidden_width == runner.model.hidden_width
+        and not key.fixed_orders
     ]
 
 
