@@ -74,8 +74,18 @@ def limits_from_flags(
         unknown_fields=UnknownFields(server_args.unknown_fields != "ignore"),
         unknown_openai_fields=UnknownFields(server_args.unknown_fields == "refuse"),
     )
+    preferred = _preferred_sampling_params(server_args, limits)
+    defaults: dict[str, Any] = {}
+    if model is not None and server_args.sampling_defaults == "model":
+        defaults = sampling_defaults_of(model, limits)
+    return dataclasses.replace(
+        limits, preferred_sampling_params=_merged(preferred), openai_sampling_defaults=defaults
+    )
+
+
+def _preferred_sampling_params(server_args: ServerArgs, limits: RequestLimits) -> dict[str, Any]:
     try:
-        preferred = _preferred_sampling_params(server_args)
+        preferred = _read_preferred(server_args.preferred_sampling_params)
         strict = dataclasses.replace(limits, unknown_fields=REFUSED)
         params = check_sampling_params(preferred, strict, PREFERRED_FLAG)
         check_stop_sizes([params], PREFERRED_FLAG)
@@ -84,12 +94,7 @@ def limits_from_flags(
         raise LaunchError(error.message) from None
     except (ValueError, TimeoutError) as error:
         raise LaunchError(f"{PREFERRED_FLAG}.stop_regex: {error}.") from None
-    defaults: dict[str, Any] = {}
-    if model is not None and server_args.sampling_defaults == "model":
-        defaults = sampling_defaults_of(model, limits)
-    return dataclasses.replace(
-        limits, preferred_sampling_params=_merged(preferred), openai_sampling_defaults=defaults
-    )
+    return preferred
 
 
 def _merged(preferred: dict[str, Any]) -> dict[str, Any]:
@@ -99,8 +104,7 @@ def _merged(preferred: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _preferred_sampling_params(server_args: ServerArgs) -> dict[str, Any]:
-    text = server_args.preferred_sampling_params
+def _read_preferred(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:

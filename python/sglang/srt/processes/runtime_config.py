@@ -86,8 +86,7 @@ def resolve(
     check_ranks(args, model)
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
-    captures = _captures_graphs(args, device)
-    planner = _planner(args, environ, device, context_len)
+    captures, planner = _captures_graphs(args, device), _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
         model=replace(model, rounds_weights=args.quantization is not None),
         load_format=args.load_format,

@@ -190,9 +190,8 @@ class TpModelWorker:
         run = RunRows(inputs, layout, step.accepted, drawing.output)
         prompts = None
         if batch.logprobs is not None:
-            hidden, compute = step.forward.hidden, runner.compute_logits
-            banned = self._sampler.banned
-            prompts = prompt_logprobs(batch.logprobs, hidden, inputs.q_lens, compute, banned)
+            scored = step.forward.hidden, inputs.q_lens, runner.compute_logits, self._sampler.banned
+            prompts = prompt_logprobs(batch.logprobs, *scored)
         result = _result(
             batch,
             record,
