@@ -1,5 +1,6 @@
-"""Both orders of sums on a CPU: where a GPU would add up in fixed orders, products here are larger
-by a factor. So the two give different tokens, and KV of one shows wherever the other reads it."""
+"""Both orders of sums on a CPU. In place of fixed orders each row is computed by itself, and
+products are larger by a factor: so the two give different tokens, and KV of one shows wherever the
+other reads it."""
 
 from __future__ import annotations
 
@@ -18,22 +19,45 @@ from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, ROW_INDEPENDENT
 FACTOR = 1.5
 
 
-class LargerProducts(TorchOps):
+class RowByRow(TorchOps):
     """Stands for operations whose sums go in fixed orders."""
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        return super().linear(x, weight, bias) * FACTOR
+        product = super().linear
+        return torch.cat(
+            [
+                x.new_empty((0, len(weight))),
+                *(product(row, weight, bias) * FACTOR for row in x.split(1)),
+            ]
+        )
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normalized = super().add_rms_norm
+        residuals = [None] * len(x) if residual is None else residual.split(1)
+        rows = zip(x.split(1), residuals, strict=True)
+        found = [normalized(row, each, weight, eps) for row, each in rows]
+        return torch.cat([x[:0], *(out for out, _ in found)]), torch.cat(
+            [x[:0], *(total for _, total in found)]
+        )
 
 
-class OtherAttention(ReplayableAttention):
-    """Stands for attention whose sums do; plans of its own."""
+class AttentionRowByRow(ReplayableAttention):
+    """Stands for attention whose sums do."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor
+    ) -> torch.Tensor:
+        rows = zip(*(each.split(1) for each in (q, k, v, sees)), strict=True)
+        return torch.cat([super(AttentionRowByRow, self).attend(*row) for row in rows])
 
 
 @contextmanager
 def both_orders_on_a_cpu() -> Iterator[None]:
     """ROW_INDEPENDENT and graphs, as a CPU can have them."""
-    operations = replace(OPERATIONS["torch"], layers=f"{__name__}:LargerProducts")
-    attention = {ROW_INDEPENDENT: f"{__name__}:OtherAttention"}
+    operations = replace(OPERATIONS["torch"], layers=f"{__name__}:RowByRow")
+    attention = {ROW_INDEPENDENT: f"{__name__}:AttentionRowByRow"}
     with (
         recorded_graphs(),
         replayable_backends(),

@@ -20,6 +20,7 @@ from fixed_orders import both_orders_on_a_cpu
 from jumping_tier import JUMPING, jumping_tiers
 from round_serving import NUM_STEPS, ON_CPU, On, copied, runners, setup_of, zero
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
+from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import kind_of
@@ -314,6 +315,46 @@ def test_rounds_and_steps_replay_graphs_of_their_orders(
     mixed.serve(right, 0.4, nothing, 2)
     assert {(False, False), (True, True)} == set(replayed)
     assert len({kind.fixed_orders for kind in rounds._steps}) == 2
+
+
+@pytest.mark.long_matrix
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (None, {}),
+        (None, {"chunked_prefill_size": 7, "page_size": 16, "enable_overlap": False}),
+        (EAGLE3, {"retract_interval": 4}),
+        (STANDALONE, {}),
+    ],
+)
+def test_logprobs_are_those_of_a_second_forward_pass_bit_for_bit(
+    paths: dict[str, Path], kind: str | None, changes: dict[str, Any]
+) -> None:
+    """Of greedy tokens and of those drawn at temperature 1, beside requests of all kinds."""
+    harness = Mixed(paths, kind, setup_of(**changes), "fixed").harness
+    options, sent = LogprobOptions(0, 3, [1, 7]), {}
+    for index, prompt in enumerate(prompts() * 2):
+        params = params_of(index) | {"temperature": (0.0, 1.0, 0.7)[index % 3]}
+        is_fixed = index % 3 < 2 and index % 5 < 3
+        sent[harness.submit(prompt, logprobs=options, deterministic=is_fixed, **params)] = (
+            prompt if is_fixed else None
+        )
+        if index % 4 == 0:
+            harness.step()
+    harness.run()
+    seconds = {}
+    for number, prompt in sent.items():
+        if prompt is not None:
+            tokens = prompt + harness.outputs[number].token_ids
+            start = LogprobOptions(len(prompt) - 1, options.top_num, options.token_ids)
+            again = {"logprobs": start, "deterministic": True, "max_new_tokens": 1}
+            seconds[number] = harness.submit(tokens, **again)
+    harness.run()
+    harness.check()
+    assert len(seconds) > 5
+    for number, second in seconds.items():
+        first, again = harness.outputs[number], harness.outputs[second]
+        assert again.input_logprobs == first.output_logprobs, number
 
 
 def test_drafters_have_one_order(paths: dict[str, Path]) -> None:
