@@ -51,6 +51,7 @@ SHARED: dict[str, Any] = {
     "max_running_requests": 32,
     "log_level": "error",
 }
+VERIFIED = {"mtp_enabled": True, "mtp_verify": True, "mtp_k": 8}
 NUM_REQUESTS, LONGEST, NUM_TOP = 64, 300, 3
 
 # ---------------------------------------------------------------- servers
@@ -135,20 +136,30 @@ def test_tokens_are_the_same_in_any_company_and_on_both_kinds_of_servers(
     for place in range(0, len(requests), 7):
         alone = served.send(requests[place : place + 1], [True])[0]["output_ids"]
         assert found[place] in (None, alone), place
+    if served.drafter == "plain":
+        masked = [
+            {**each, "sampling_params": each["sampling_params"] | VERIFIED} for each in requests
+        ]
+        for place, answer in enumerate(served.send(masked, [True] * len(masked))):
+            assert found[place] in (None, answer["output_ids"]), place
     expected = right.setdefault("tokens", [tokens or [] for tokens in found])
     known = [place for place, tokens in enumerate(found) if tokens and expected[place]]
     assert len(known) > NUM_REQUESTS // 2
     assert [place for place in known if found[place] != expected[place]] == []
 
 
+@pytest.mark.parametrize("ahead", [{}, VERIFIED], ids=["as they are", "ahead by masks"])
 def test_logprobs_are_those_of_a_second_forward_pass_bit_for_bit(
-    served: Served, requests: list[dict[str, Any]]
+    served: Served, requests: list[dict[str, Any]], ahead: dict[str, Any]
 ) -> None:
     """Of the tokens and of the best ones; half of the requests beside are not deterministic, where
     requests have to ask."""
+    if ahead and served.drafter != "plain":
+        pytest.skip("A server with a drafter predicts from no masks.")
     are_fixed = [index % 4 < 2 for index in range(len(requests))]
     scores = {"return_logprob": True, "top_logprobs_num": NUM_TOP}
-    answers = served.send(requests, are_fixed, **scores)
+    sent = [{**each, "sampling_params": each["sampling_params"] | ahead} for each in requests]
+    answers = served.send(sent, are_fixed, **scores)
     chosen = [place for place in range(len(requests)) if are_fixed[place] or not served.asks]
     once_more = [
         {

@@ -80,6 +80,17 @@ def test_nothing_but_a_truth_value_is_one(server: Server, value: Any) -> None:
         server.check("generate", limits, {"deterministic": value})
 
 
+def test_predictions_that_nobody_verifies_are_not_deterministic(server: Server) -> None:
+    """How many of them a request is given may depend on the load."""
+    limits = replace(limits_of(enable_deterministic_requests=True), mtp_max_k=8)
+    unverified = {"deterministic": True, "mtp_enabled": True, "temperature": 0}
+    with pytest.raises(RequestError, match="deterministic: needs mtp_verify: true"):
+        server.check("generate", limits, unverified)
+    assert server.check("generate", limits, {**unverified, "mtp_verify": True}).deterministic
+    of_all = replace(limits_of(enable_deterministic_inference=True), mtp_max_k=8)
+    server.check("generate", of_all, {"mtp_enabled": True, "temperature": 0})
+
+
 def test_no_kv_is_shared_with_requests_that_are_not() -> None:
     plain, salted, fixed = (
         TokenizedGenerateReqInput(

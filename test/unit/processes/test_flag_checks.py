@@ -149,6 +149,14 @@ def test_models_that_determinism_does_not_cover_are_refused(
         check_determinism(args, model, ["cuda"])
 
 
+def test_requests_that_may_be_deterministic_are_not_accepted_by_thresholds() -> None:
+    """A drafter's models have the usual orders, so what they propose depends on the company."""
+    thresholds = EAGLE3 | {"speculative_accept_threshold_acc": 0.9}
+    said = refused(MAYBE_GPU, **ASKING | thresholds)
+    assert "--enable-deterministic-requests does not cover accept thresholds below 1" in said
+    checked(MAYBE_GPU, **DETERMINISTIC | thresholds)
+
+
 def test_determinism_covers_chains_of_all_drafters() -> None:
     for drafter in (EAGLE3, {"speculative_algorithm": "NGRAM"}, EAGLE3 | {"tile_spec": True}):
         checked(MAYBE_GPU, **DETERMINISTIC | drafter)

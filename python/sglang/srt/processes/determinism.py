@@ -55,6 +55,9 @@ def check_determinism(
             " --speculative-ngram-max-bfs-breadth 1)"
         )
         raise Refusal(flag, "does not cover trees of drafts", remedy)
+    if has_both_orders(args) and drafter is not None and not drafter.thresholds.is_exact:
+        reason = "does not cover accept thresholds below 1, by which drafts change tokens"
+        raise Refusal(flag, reason, "leave the thresholds out")
 
 
 def has_both_orders(args: ServerArgs) -> bool:

@@ -264,6 +264,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             return f"mtp_conf_threshold: {threshold:g} is not the {in_list[0]} of mtp_strategy"
         if self.mtp_verify:
             return None
+        if self.deterministic:
+            return "deterministic: needs mtp_verify: true beside mtp_enabled"
         if self.temperature > 0:
             return "temperature: must be 0 or left out with mtp_enabled, unless mtp_verify is true"
         if self.has_penalties:
