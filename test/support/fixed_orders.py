@@ -1,6 +1,6 @@
-"""Both orders of sums on a CPU. In place of fixed orders each row is computed by itself, and
-products are larger by a factor: so the two give different tokens, and KV of one shows wherever the
-other reads it."""
+"""Both orders of sums on a CPU. In place of sums in fixed orders products are larger by a factor:
+so the two give different tokens, and KV of one shows wherever the other reads it. Each row may be
+computed by itself too, so that it has the same bits in any company, which takes longer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,22 @@ from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, ROW_INDEPENDENT
 FACTOR = 1.5
 
 
-class RowByRow(TorchOps):
+class LargerProducts(TorchOps):
     """Stands for operations whose sums go in fixed orders."""
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().linear(x, weight, bias) * FACTOR
+
+
+class RowByRow(LargerProducts):
+    """The same, each row by itself."""
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         product = super().linear
         return torch.cat(
             [
                 x.new_empty((0, len(weight))),
-                *(product(row, weight, bias) * FACTOR for row in x.split(1)),
+                *(product(row, weight, bias) for row in x.split(1)),
             ]
         )
 
@@ -43,8 +50,12 @@ class RowByRow(TorchOps):
         )
 
 
-class AttentionRowByRow(ReplayableAttention):
+class OtherAttention(ReplayableAttention):
     """Stands for attention whose sums do."""
+
+
+class AttentionRowByRow(OtherAttention):
+    """The same, each row by itself."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor
@@ -54,10 +65,13 @@ class AttentionRowByRow(ReplayableAttention):
 
 
 @contextmanager
-def both_orders_on_a_cpu() -> Iterator[None]:
+def both_orders_on_a_cpu(row_by_row: bool = False) -> Iterator[None]:
     """ROW_INDEPENDENT and graphs, as a CPU can have them."""
-    operations = replace(OPERATIONS["torch"], layers=f"{__name__}:RowByRow")
-    attention = {ROW_INDEPENDENT: f"{__name__}:AttentionRowByRow"}
+    layers, backend = (
+        ("RowByRow", "AttentionRowByRow") if row_by_row else ("LargerProducts", "OtherAttention")
+    )
+    operations = replace(OPERATIONS["torch"], layers=f"{__name__}:{layers}")
+    attention = {ROW_INDEPENDENT: f"{__name__}:{backend}"}
     with (
         recorded_graphs(),
         replayable_backends(),

@@ -281,6 +281,7 @@ def test_deterministic_requests_get_their_own_tokens_in_any_company(
     assert (False, True) in kinds, "Some have none that is deterministic."
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("share", [0, 1])
 @pytest.mark.parametrize("kind", [None, EAGLE3])
 def test_requests_of_one_kind_get_the_tokens_of_a_server_of_that_kind(
@@ -324,14 +325,14 @@ def test_rounds_and_steps_replay_graphs_of_their_orders(
         (None, {}),
         (None, {"chunked_prefill_size": 7, "page_size": 16, "enable_overlap": False}),
         (EAGLE3, {"retract_interval": 4}),
-        (STANDALONE, {}),
     ],
 )
 def test_logprobs_are_those_of_a_second_forward_pass_bit_for_bit(
     paths: dict[str, Path], kind: str | None, changes: dict[str, Any]
 ) -> None:
     """Of greedy tokens and of those drawn at temperature 1, beside requests of all kinds."""
-    harness = Mixed(paths, kind, setup_of(**changes), "fixed").harness
+    with both_orders_on_a_cpu(row_by_row=True):
+        harness = Mixed(paths, kind, setup_of(**changes), "fixed").harness
     options, sent = LogprobOptions(0, 3, [1, 7]), {}
     for index, prompt in enumerate(prompts() * 2):
         params = params_of(index) | {"temperature": (0.0, 1.0, 0.7)[index % 3]}
