@@ -18,6 +18,7 @@ from benchmark.goals import (
     MIN_DETERMINISTIC_OVER_PLAIN,
     MIN_HIDDEN_OVER_OWN_KIND,
     MIN_HTTP_OVER_ENGINE,
+    MIN_MAY_ASK_OVER_PLAIN,
     MIN_OPTED_OUT_OVER_PLAIN,
     MIN_PAIRED_MEDIAN,
     MIN_TRANSFORMERS_OVER_OWN,
@@ -29,6 +30,7 @@ from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
 OPTED_OUT, DETERMINISTIC = "all opted out", "deterministic"
+MAY_ASK, ONE_ASKS, ALL_ASK = "none asks", "one asks", "all ask"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
 REPLAY = re.compile(r"replay (\d+)(?::(0?\.\d+))?")  # replay DRAFTS, or replay DRAFTS:ERRORS
@@ -253,6 +255,17 @@ HIDDEN_WAYS = {
     ),
 }
 
+# ---------------------------------------------------------------- deterministic requests
+
+_MAY_ASK = {"enable_deterministic_requests": True}
+_PAIRS_OF_ASKING = ((ONE_ASKS, MAY_ASK), (ALL_ASK, MAY_ASK), (MAY_ASK, PLAIN))
+
+
+def of_asking(names: Sequence[str]) -> list[Pair]:
+    """Pairs requests that ask with those that may, and these with those of a server without."""
+    return [pair for pair in _PAIRS_OF_ASKING if {*pair} <= {*names}]
+
+
 EXPERIMENTS = {
     "mtp": Experiment(
         question="Is multi-token prediction that heeds the load ever slower than plain decoding?",
@@ -323,6 +336,23 @@ EXPERIMENTS = {
         },
         requests=(1, 8, 32, 128),
         asked={DETERMINISTIC: MIN_DETERMINISTIC_OVER_PLAIN},
+    ),
+    "deterministic_requests": Experiment(
+        question="What does one request that asks to be deterministic cost beside 127?",
+        ways={
+            PLAIN: EngineWay(),
+            MAY_ASK: EngineWay(flags=_MAY_ASK),
+            ONE_ASKS: EngineWay(flags=_MAY_ASK, of_one={"deterministic": True}),
+            ALL_ASK: EngineWay(flags=_MAY_ASK, params={"deterministic": True}),
+        },
+        requests=(128,),
+        default=(MAY_ASK, ONE_ASKS),
+        pairs=of_asking,
+        asked={
+            MAY_ASK: MIN_MAY_ASK_OVER_PLAIN,
+            ONE_ASKS: MIN_DETERMINISTIC_OVER_PLAIN,
+            ALL_ASK: MIN_DETERMINISTIC_OVER_PLAIN,
+        },
     ),
     "hidden_states": Experiment(
         question="What do files of the hidden states that EAGLE-3 reads cost?",

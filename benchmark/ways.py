@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ class EngineWay:
         replay_errors: NGRAM drafts known answers, of which this share is spoilt
             (`benchmark.replay`); None: it does not.
         params: sampling parameters of its requests.
+        of_one: more of them, of one request at a time.
         fields: of its requests, beside sampling parameters.
         is_streamed: its requests ask for streams.
         route: of a server with these flags that is asked for them; None: an Engine is.
@@ -42,6 +44,7 @@ class EngineWay:
     verified_drafts: float | None = None
     replay_errors: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    of_one: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     is_streamed: bool = False
     route: str | None = None
@@ -119,18 +122,27 @@ class Asked:
     Attributes:
         fields: of each request.
         is_salted: each request has a cache salt of its own, so nothing is known of those before.
+        of_one: further sampling parameters of one request at a time: of the next one after that.
     """
 
     engine: sglang.Engine
     fields: Mapping[str, Any]
     is_salted: bool = False
+    of_one: Mapping[str, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _the_one: Lock = field(default_factory=Lock)
 
     async def async_generate(self, *, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
         salt: dict[str, Any] = {"cache_salt": str(next(self._numbers))} if self.is_salted else {}
-        answer = await self.engine.async_generate(
-            input_ids=input_ids, sampling_params=sampling_params, **self.fields, **salt
-        )
+        is_the_one = bool(self.of_one) and self._the_one.acquire(blocking=False)
+        params = sampling_params | self.of_one if is_the_one else sampling_params
+        try:
+            answer = await self.engine.async_generate(
+                input_ids=input_ids, sampling_params=params, **self.fields, **salt
+            )
+        finally:
+            if is_the_one:
+                self._the_one.release()
         if isinstance(answer, dict) and (path := answer["meta_info"].get("hidden_states_file")):
             await asyncio.to_thread(Path(path).unlink)
         return answer

@@ -75,7 +75,9 @@ class Servings:
         if way.route is not None:
             return HttpStreams(self.port, way.route)
         engine = self.engines[name]
-        return EngineStreams(engine) if way.is_streamed else Asked(engine, way.fields, text.is_new)
+        if way.is_streamed:
+            return EngineStreams(engine)
+        return Asked(engine, way.fields, text.is_new, way.of_one)
 
 
 def run_of(

@@ -59,9 +59,9 @@ def check(model: Any, prompt: list[int], result: Collected, start: int, scale: f
         logits = model(torch.tensor([tokens])).logits[0]
     assert len(result.input_logprobs) == len(prompt) - 1 - start
     assert len(result.output_logprobs) == len(result.token_ids)
+    logits[:, 2] = float("-inf")  # the mask token is never drawn
     for index, position in enumerate(result.input_logprobs):
         compare(position, torch.log_softmax(logits[start + index], -1), tokens[start + index + 1])
-    logits[:, 2] = float("-inf")  # the mask token is never drawn
     for index, position in enumerate(result.output_logprobs):
         row = len(prompt) - 1 + index
         compare(position, torch.log_softmax(logits[row] / scale, -1), tokens[row + 1])

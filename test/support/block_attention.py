@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import Computed, LayerRuntime
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -43,7 +43,9 @@ def block_error(name: str, device: str, size: int, max_folded: int) -> float:
     for row, context in enumerate(CONTEXTS):
         kv[table.req_to_token[row, :context].long()] = values(context, 2 * NUM_KV_HEADS)
     backend = ATTENTION_BACKENDS.load(name)(table, pool, NUM_HEADS, (None,))
-    runtime = LayerRuntime(TorchOps(torch.device(device)), backend, pool, None, max_folded)
+    runtime = LayerRuntime(
+        Computed(TorchOps(torch.device(device)), backend), pool, None, max_folded
+    )
     rows = torch.arange(count, device=device)
     positions = torch.tensor(CONTEXTS, device=device)[:, None] + torch.arange(size, device=device)
     lens = [context + size for context in CONTEXTS]

@@ -174,6 +174,12 @@ class ReplayableAttention:
                 start = batch.tree_starts[request][:, None]
             bits = batch.ancestors[:, None] >> (columns - start).clamp(0, 63) & 1 == 1
             sees = sees & (bits | (columns < start))
+        return self.attend(q, k, v, sees)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor
+    ) -> torch.Tensor:
+        """q [T, H, D] over k and v [T, W, H, D], of which each row sees some [T, W]."""
         scores = torch.einsum("thd,twhd->thw", q, k) / q.shape[2] ** 0.5
         weights = scores.masked_fill(~sees[:, None], float("-inf")).softmax(-1)
         return torch.einsum("thw,twhd->thd", weights, v).flatten(1)

@@ -48,7 +48,9 @@ def runners(
     setup: Setup,
     on: On = ON_CPU,
     returned: tuple[int, ...] = (),
+    **changes: Any,
 ) -> RunnerGroup:
+    """`changes` are fields of the target's `ExecutionConfig`."""
     needs = drafter_needs(drafter)
     execution = make_execution(
         paths["target"],
@@ -63,7 +65,8 @@ def runners(
         captures_trees=needs.has_trees,
         poisons_graphs=True,
     )
-    execution = replace(execution, max_graph_rows=on.max_graph_rows if drafter else 0)
+    num_rows = on.max_graph_rows if drafter else 0
+    execution = replace(execution, max_graph_rows=num_rows, **changes)
     return make_runners(execution, *drafter_models(drafter, execution))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.messages.requests import PositionLogprobs, TokenizedGenerateReqInput
 from sglang.srt.tokenizer import NUM_CONTEXT_IDS
-from storm_oracle import NEAR_TIE, Expectation, Rows, Stretch, expected_end, stop_matches
+from storm_oracle import MASK, NEAR_TIE, Expectation, Rows, Stretch, expected_end, stop_matches
 from utils import Collected
 
 LOGPROB_TOLERANCE = 1e-3
@@ -142,17 +142,23 @@ def _check_logprobs(expectation: Expectation, rows: Rows, outcome: Collected) ->
     require(scored == wanted[: len(scored)], f"logprobs of prompt tokens {scored}, not {wanted}")
     require(not is_whole or scored == wanted, f"logprobs of prompt tokens {scored}, not {wanted}")
     if rows.prompt_logits is not None:
-        logprobs = torch.log_softmax(rows.prompt_logits[options.start_len :], -1)
-        for row, position in zip(logprobs, outcome.input_logprobs):
-            _check_position(expectation, row, position)
+        for row, position in zip(rows.prompt_logits[options.start_len :], outcome.input_logprobs):
+            allowed = row.clone()
+            allowed[MASK] = -torch.inf
+            total = allowed.logsumexp(-1)
+            _check_position(expectation, row - total, position, allowed - total)
 
 
 def _check_position(
-    expectation: Expectation, row: torch.Tensor, position: PositionLogprobs
+    expectation: Expectation,
+    row: torch.Tensor,
+    position: PositionLogprobs,
+    allowed: torch.Tensor | None = None,
 ) -> None:
+    """Compares a position with log-probabilities [V]; `allowed` of those that may be the best."""
     options = expectation.request.logprobs
     assert options is not None
-    best = row.topk(options.top_num).values.tolist()
+    best = (row if allowed is None else allowed).topk(options.top_num).values.tolist()
     wanted = [float(row[position.token_id]), *best, *(float(row[i]) for i in options.token_ids)]
     assert position.logprob is not None
     given = [position.logprob, *position.top_logprobs, *position.chosen]

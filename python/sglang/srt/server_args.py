@@ -220,6 +220,11 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         "On a GPU, give a request the same tokens whatever shares its steps: other requests,"
         " drafts, chunks of prompts, cached prefixes. Sums in fixed orders take longer.",
     )
+    enable_deterministic_requests: bool = flag(
+        False,
+        "The same for requests with `deterministic`: true alone. Steps that have one take longer;"
+        " CUDA graphs take twice the memory.",
+    )
     disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")
     tp_size: int = flag(
         1,

@@ -19,6 +19,7 @@ from benchmark.experiments import (
     MTP_WAYS,
     NGRAM,
     NGRAM_TEXTS,
+    ONE_ASKS,
     PLAIN,
     SWEPT,
     beside_own_kind,
@@ -41,7 +42,7 @@ def test_every_way_is_flags_and_parameters_that_there_are(name: str) -> None:
     for way in experiment.ways.values():
         ServerArgs(model_path="demo", **way.flags)
         for text in experiment.texts.values():
-            SamplingParams(**{"mtp_enabled": False, **text.params, **way.params})
+            SamplingParams(**{"mtp_enabled": False, **text.params, **way.params, **way.of_one})
     arguments = parse([name])
     assert {*arguments.ways} <= {*experiment.ways}
     pairs = experiment.pairs(arguments.ways)
@@ -97,9 +98,12 @@ class FakeEngine:
     def __init__(self, flags: dict[str, Any]) -> None:
         self.flags = flags
         self.salts: list[Any] = []
+        self.params: list[Any] = []
 
     async def async_generate(self, **given: Any) -> Any:
         self.salts.append(given.get("cache_salt"))
+        self.params.append(given["sampling_params"])
+        await asyncio.sleep(0)
 
     def shutdown(self) -> None:
         self.flags = {}
@@ -151,6 +155,19 @@ def test_each_request_of_new_text_has_a_salt_of_its_own() -> None:
         asyncio.run(asked.async_generate(input_ids=[1], sampling_params={}))
     assert engine.salts == ["0", "1", "2"]
     assert repeated([0, *range(10, 19)]) == [0, *[10, 11] * 4]
+
+
+def test_one_request_at_a_time_asks_for_more() -> None:
+    engine, params = FakeEngine({}), EXPERIMENTS["deterministic_requests"].ways[ONE_ASKS].of_one
+    asked = Asked(cast(Any, engine), {}, of_one=params)
+
+    async def laps() -> None:
+        for _ in range(2):
+            requests = (asked.async_generate(input_ids=[1], sampling_params={}) for _ in range(3))
+            await asyncio.gather(*requests)
+
+    asyncio.run(laps())
+    assert engine.params == [params, {}, {}] * 2
 
 
 def test_a_server_has_the_flags_of_an_engine() -> None:

@@ -47,6 +47,7 @@ EVERYTHING = ScheduleBatch(
     ),
     hidden_rows=[(0, 0), (1, 0)],
     ended_texts=[EndedText(1, 2, 9, (0, "", ""))],
+    fixed_orders=True,
 )
 PLAN = StepPlan(
     counts=StepCounts([4, 1], [0, 1], [0, 1], [True, False], packed=PackedSize(8, 2)),

@@ -11,59 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_backend import LIMITS, Backend
+from fake_backend import LIMITS
+from request_routes import OPENAI_ROUTES, ROUTES, Server
 from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
-from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.sampling_defaults import NAMES, describe_sampling
-from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
-from sglang.srt.entrypoints.openai.serving_completions import Completion
 from sglang.srt.frontend.errors import RequestError
-from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.model_config import load_model_config
-from sglang.srt.parser.chat_templates import ChatTemplates
-from sglang.srt.parser.template_files import TemplateFiles
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.tokenizer import load_tokenizer
 
-MESSAGES = [{"role": "user", "content": "hello"}]
 FILE = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
 OPENAI = {name: getattr(SamplingParams(), name) for name in NAMES}
-ROUTES = ["completions", "chat"]
 ON = {"mtp_enabled": True}
-
-
-class Server:
-    """The checks of a request by each route, up to where it would be sent."""
-
-    def __init__(self, folder: Path) -> None:
-        self._manager = Backend(load_tokenizer(make_model_dir(folder))).manager
-        self.templates = ChatTemplates(TemplateFiles({"default": "hello"}))
-
-    def check(self, route: str, limits: RequestLimits, fields: dict[str, Any]) -> SamplingParams:
-        self._manager.limits = limits
-        checked: CheckedRequest
-        if route == "generate":
-            checked = check_generate_request({"text": "hello", "sampling_params": fields}, limits)
-        elif route == "completions":
-            body = CompletionRequest(prompt="hello", **fields)
-            checked = Completion(self._manager, body, "m")._checked
-        else:
-            body = msgspec.convert({"messages": MESSAGES, **fields}, ChatCompletionRequest)
-            checked = ChatCompletion(
-                self._manager, ChatSettings(self.templates), body, "m"
-            )._checked
-        return checked.prompts[0].sampling_params
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +51,7 @@ def limits_with(
     )
 
 
-@pytest.mark.parametrize("route", ["generate", *ROUTES])
+@pytest.mark.parametrize("route", ROUTES)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_first_that_says_something_counts(
@@ -106,7 +72,7 @@ def test_the_first_that_says_something_counts(
     assert {name: getattr(params, name) for name in NAMES} == expected
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", OPENAI_ROUTES)
 @pytest.mark.parametrize(
     ("fields", "preferred"),
     [
@@ -127,7 +93,7 @@ def test_unverified_multi_token_prediction_takes_no_temperature_or_penalty_of_a_
     assert (verified.temperature, verified.repetition_penalty) == (0.6, 1.05)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", OPENAI_ROUTES)
 @pytest.mark.parametrize("explicit", [{"temperature": 0.6}, {"repetition_penalty": 1.05}])
 def test_what_a_request_says_itself_is_refused_as_before(
     server: Server, route: str, explicit: dict[str, Any]

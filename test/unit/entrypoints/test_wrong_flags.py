@@ -81,6 +81,7 @@ WRONG = {
     "--attention-backend triton": "runs on cuda, not on cpu; leave it out, or use torch_native",
     "--attention-backend flashinfer": "runs on cuda, not on cpu; leave it out",
     "--enable-deterministic-inference": "needs a GPU: products of torch on a CPU may round by",
+    "--enable-deterministic-requests": "needs a GPU: products of torch on a CPU may round by",
     "--device cuda": "torch finds no GPU",
     "--base-gpu-id 1": "there is no GPU here; leave it out",
     "--mem-fraction-static 2": "--mem-fraction-static must be between 0 and 1",

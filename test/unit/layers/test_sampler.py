@@ -12,7 +12,12 @@ import torch
 
 from sgl_kernel import SamplingRows
 from sgl_kernel.reference import kept_tokens, uniform_noise
-from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
+from sglang.srt.layers.logprobs import (
+    HostLogprobs,
+    LogprobQueries,
+    LogprobTensors,
+    query_prompt_logprobs,
+)
 from sglang.srt.layers.sampler import Sampler
 
 torch.set_num_threads(1)
@@ -533,3 +538,53 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 def test_no_rows_give_no_tokens() -> None:
     assert sample(torch.empty(0, 10), rows(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("picks", [None, [5, 1, 1]])
+def test_logprobs_have_the_bits_of_prompts_where_that_is_asked_for(
+    picks: list[int] | None, dtype: torch.dtype
+) -> None:
+    """Of greedy rows and those of temperature 1, alone or beside any; of all that is queried, with
+    a token that is never emitted."""
+    sampler = Sampler(torch.device("cpu"), (3,))
+    logits = torch.randn(6, 400, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 3] = 9.0  # its share would show
+    logits = logits.to(dtype)
+    parameters = rows(6)
+    temperatures = torch.tensor([0.0, 1.0, 0.4, 1.0, 0.0, 1.0])
+    parameters.temperature.copy_(temperatures)
+    drawn = sampler.sample_scored(logits, parameters, as_in_prompts=True)
+    other = sampler.sample_scored(logits, parameters)
+    assert torch.equal(drawn.tokens, other.tokens)
+    torch.testing.assert_close(drawn.logprobs, other.logprobs)
+    assert torch.equal(drawn.logprobs[2], other.logprobs[2])
+    places = list(range(6)) if picks is None else picks
+    queries = LogprobQueries(4, [[7, place] for place in places])
+    wanted = None if picks is None else torch.tensor(picks)
+    found = sampler.query(logits, parameters, drawn, queries, wanted)
+    for place, row in enumerate(places):
+        if temperatures[row] not in (0, 1):
+            continue
+        one = LogprobQueries(4, [[7, row]])
+        right = query_prompt_logprobs(
+            logits, torch.tensor([row]), lambda x: x, [int(drawn.tokens[row])], one, sampler.banned
+        )
+        assert torch.equal(found.target[place], right.target[0])
+        assert torch.equal(found.top_values[place], right.top_values[0])
+        assert torch.equal(found.top_ids[place], right.top_ids[0])
+        is_banned = torch.tensor([7, row]) == 3
+        assert torch.equal(found.chosen[place][~is_banned], right.chosen[0][~is_banned])
+        greedy = temperatures[row] == 0
+        alone = sampler.sample_scored(logits[row : row + 1], None)
+        assert not greedy or torch.equal(alone.logprobs[0], drawn.logprobs[row])
+
+
+def test_a_prompt_has_no_share_for_a_token_that_is_never_emitted() -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0, 0.5]])
+    banned, queries = torch.tensor([1]), LogprobQueries(3, [[]])
+    found = query_prompt_logprobs(logits, torch.tensor([0]), lambda x: x, [2], queries, banned)
+    allowed = torch.log_softmax(logits[0, [0, 2, 3]], -1)
+    torch.testing.assert_close(found.target[0], allowed[1])
+    assert found.top_ids[0].tolist() == [2, 0, 3]
+    torch.testing.assert_close(found.top_values[0], allowed[[1, 0, 2]])

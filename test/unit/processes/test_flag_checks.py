@@ -19,6 +19,7 @@ from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.determinism import check_determinism
 from sglang.srt.processes.flag_checks import MTP_IS_OFF, check_flags
 from sglang.srt.processes.runtime_config import resolve
+from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS, ROW_INDEPENDENT, TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
 
@@ -99,6 +100,10 @@ def test_warnings_come_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 DETERMINISTIC = {"enable_deterministic_inference": True, "device": "cuda", "dtype": "bfloat16"}
+ASKING = {"enable_deterministic_requests": True, "device": "cuda", "dtype": "bfloat16"}
+GPU = Platform(
+    device="cuda", num_cores=4, available_host_bytes=8 * GIB, device_name="", capability=(9, 0)
+)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,9 @@ DETERMINISTIC = {"enable_deterministic_inference": True, "device": "cuda", "dtyp
 )
 def test_what_determinism_does_not_cover_is_refused(flags: dict[str, Any], says: str) -> None:
     assert says in refused(MAYBE_GPU, **DETERMINISTIC | flags)
-    checked(MAYBE_GPU, **DETERMINISTIC | flags | {"enable_deterministic_inference": False})
+    asking = says.replace("deterministic-inference", "deterministic-requests")
+    assert asking in refused(MAYBE_GPU, **ASKING | flags)
+    checked(MAYBE_GPU, **ASKING | flags | {"enable_deterministic_requests": False})
 
 
 @pytest.mark.parametrize(
@@ -142,16 +149,37 @@ def test_models_that_determinism_does_not_cover_are_refused(
         check_determinism(args, model, ["cuda"])
 
 
+def test_requests_that_may_be_deterministic_are_not_accepted_by_thresholds() -> None:
+    """A drafter's models have the usual orders, so what they propose depends on the company."""
+    thresholds = EAGLE3 | {"speculative_accept_threshold_acc": 0.9}
+    said = refused(MAYBE_GPU, **ASKING | thresholds)
+    assert "--enable-deterministic-requests does not cover accept thresholds below 1" in said
+    checked(MAYBE_GPU, **DETERMINISTIC | thresholds)
+
+
 def test_determinism_covers_chains_of_all_drafters() -> None:
     for drafter in (EAGLE3, {"speculative_algorithm": "NGRAM"}, EAGLE3 | {"tile_spec": True}):
         checked(MAYBE_GPU, **DETERMINISTIC | drafter)
+        checked(MAYBE_GPU, **ASKING | drafter)
 
 
 def test_determinism_chooses_kernels_of_its_own() -> None:
-    args = ServerArgs(model_path="demo", **DETERMINISTIC)
-    gpu = Platform(
-        device="cuda", num_cores=4, available_host_bytes=8 * GIB, device_name="", capability=(9, 0)
-    )
-    execution = resolve(args, gpu, MODEL, Environ()).execution
-    assert (execution.attention_backend, execution.ops) == (ROW_INDEPENDENT, ROW_INDEPENDENT)
-    assert not execution.capabilities.tree_masks
+    for flags in (DETERMINISTIC, DETERMINISTIC | ASKING):
+        execution = resolve(ServerArgs(model_path="demo", **flags), GPU, MODEL, Environ()).execution
+        assert (execution.attention_backend, execution.ops) == (ROW_INDEPENDENT, ROW_INDEPENDENT)
+        assert not execution.capabilities.tree_masks
+        assert not execution.has_both_orders
+
+
+def test_requests_that_may_be_deterministic_leave_the_kernels_and_have_both() -> None:
+    args = ServerArgs(model_path="demo", **ASKING, **EAGLE3)
+    without = replace(args, enable_deterministic_requests=False)
+    config, plain = (resolve(each, GPU, MODEL, Environ()) for each in (args, without))
+    execution = config.execution
+    assert execution.orders == (False, True)
+    assert 0.8 < execution.static_memory_share < plain.execution.static_memory_share
+    share = plain.execution.static_memory_share
+    assert plain.execution == replace(execution, has_both_orders=False, static_memory_share=share)
+    assert [each.orders for each in drafter_models(config.drafter, execution)] == [(False,)]
+    chosen = resolve(replace(args, mem_fraction_static=0.5), GPU, MODEL, Environ()).execution
+    assert chosen.static_memory_share == 0.5

@@ -224,11 +224,11 @@ def test_graphs_are_captured_anew_with_memory(
 ) -> None:
     served = serving(paths, setup=setup_of(use_radix_cache=False))
     submit_all(served)
-    before, num_rounds = dict(served.graphs._steps[NUM_STEPS]), len(served.rounds)
+    before, num_rounds = dict(served.graphs._steps[NUM_STEPS, False]), len(served.rounds)
     served.group.memory.release()
     served.group.restore_kv()
     zero(served.group)
-    after = served.graphs._steps[NUM_STEPS]
+    after = served.graphs._steps[NUM_STEPS, False]
     assert before.keys() == after.keys()
     assert all(before[size].graph is not after[size].graph for size in after)
     ids = submit_all(served)
@@ -248,9 +248,9 @@ def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None
     assert graphs.num_graphs == 0
     group.restore_weights()
     assert num_graphs == (graphs.num_graphs, [runner.num_graphs for runner in group.runners])
-    before = dict(graphs._steps[NUM_STEPS])
+    before = dict(graphs._steps[NUM_STEPS, False])
     group.restore_graphs()  # they are there
-    assert graphs._steps[NUM_STEPS] == before
+    assert graphs._steps[NUM_STEPS, False] == before
     held = [weakref.ref(each.graph) for each in before.values()]
     held += [weakref.ref(runner._graphs) for runner in group.runners]
     before.clear()
@@ -274,7 +274,8 @@ def test_every_tier_has_graphs_that_serve_any_tier_before_and_behind_it(
     served = serving(paths, setup=setup, policy=JUMPING)
     tiers, sizes = range(NUM_STEPS + 1), [1, 2, 4, 8, 12]
     graphs = served.graphs
-    assert {count: [*each] for count, each in graphs._steps.items()} == dict.fromkeys(tiers, sizes)
+    found = {kind.num_drafts: [*each] for kind, each in graphs._steps.items()}
+    assert found == dict.fromkeys(tiers, sizes)
     assert {kind.num_drafts: [*each] for kind, each in graphs._proposals.items()} == dict.fromkeys(
         tiers[1:], sizes
     )
@@ -411,7 +412,7 @@ def test_batches_are_padded_to_a_size_that_takes_less_time(
 ) -> None:
     served = serving(paths)
     target = served.group.target
-    keys, sizes = target.graph_keys, [*served.graphs._steps[NUM_STEPS]]
+    keys, sizes = target.graph_keys, [*served.graphs._steps[NUM_STEPS, False]]
     assert keys is not None
     several = {key: float(key.num_tokens) for key in keys.all if key.width > 1}
     rows = 2 * (1 + NUM_STEPS)
@@ -419,7 +420,7 @@ def test_batches_are_padded_to_a_size_that_takes_less_time(
     assert dear
     target.prefer_cheaper_graphs(several | dear)
     served.graphs.capture()
-    assert [*served.graphs._steps[NUM_STEPS]] == [size for size in sizes if size != 2]
+    assert [*served.graphs._steps[NUM_STEPS, False]] == [size for size in sizes if size != 2]
     ids = submit_all(served)
     assert [served.harness.outputs[each].token_ids for each in ids] == right
     assert any(count == 2 for count, _ in served.rounds), "Two requests are padded to four."

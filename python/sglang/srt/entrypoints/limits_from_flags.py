@@ -19,6 +19,7 @@ from sglang.srt.frontend.speculative_field import read_speculative
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.determinism import refusal_of_requests
 from sglang.srt.processes.grammar_flags import grammar_refusal
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
@@ -61,6 +62,8 @@ def limits_from_flags(
         max_custom_labels=server_args.max_custom_labels,
         mtp_max_k=info.mtp_max_k,
         mtp_refusal=info.mtp_refusal or NO_MASK_TOKEN,
+        deterministic_refusal=refusal_of_requests(server_args),
+        all_are_deterministic=server_args.enable_deterministic_inference,
         drafters=info.drafters,
         max_top_logprobs=server_args.max_top_logprobs,
         max_token_ids_logprob=server_args.max_token_ids_logprob,
@@ -71,8 +74,18 @@ def limits_from_flags(
         unknown_fields=UnknownFields(server_args.unknown_fields != "ignore"),
         unknown_openai_fields=UnknownFields(server_args.unknown_fields == "refuse"),
     )
+    preferred = _preferred_sampling_params(server_args, limits)
+    defaults: dict[str, Any] = {}
+    if model is not None and server_args.sampling_defaults == "model":
+        defaults = sampling_defaults_of(model, limits)
+    return dataclasses.replace(
+        limits, preferred_sampling_params=_merged(preferred), openai_sampling_defaults=defaults
+    )
+
+
+def _preferred_sampling_params(server_args: ServerArgs, limits: RequestLimits) -> dict[str, Any]:
     try:
-        preferred = _preferred_sampling_params(server_args)
+        preferred = _read_preferred(server_args.preferred_sampling_params)
         strict = dataclasses.replace(limits, unknown_fields=REFUSED)
         params = check_sampling_params(preferred, strict, PREFERRED_FLAG)
         check_stop_sizes([params], PREFERRED_FLAG)
@@ -81,12 +94,7 @@ def limits_from_flags(
         raise LaunchError(error.message) from None
     except (ValueError, TimeoutError) as error:
         raise LaunchError(f"{PREFERRED_FLAG}.stop_regex: {error}.") from None
-    defaults: dict[str, Any] = {}
-    if model is not None and server_args.sampling_defaults == "model":
-        defaults = sampling_defaults_of(model, limits)
-    return dataclasses.replace(
-        limits, preferred_sampling_params=_merged(preferred), openai_sampling_defaults=defaults
-    )
+    return preferred
 
 
 def _merged(preferred: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +104,7 @@ def _merged(preferred: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _preferred_sampling_params(server_args: ServerArgs) -> dict[str, Any]:
-    text = server_args.preferred_sampling_params
+def _read_preferred(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:

@@ -42,6 +42,9 @@ class RequestLimits:
         max_cache_key_chars: limit of `cache_salt`, and of `extra_key`.
         mtp_max_k: limit of tokens predicted per step; 0 where no request may predict several.
         mtp_refusal: why no request may, and the remedy.
+        deterministic_refusal: why no request may be `deterministic`, and the remedy; None: requests
+            may.
+        all_are_deterministic: whether they ask for it or not.
         drafters: names by which requests choose a drafter, in lower case, each with the server's
             own name of it.
         preferred_sampling_params: values of parameters that a request leaves out.
@@ -74,6 +77,8 @@ class RequestLimits:
     allow_priority: bool = True
     mtp_max_k: int = 0
     mtp_refusal: str = NO_MASK_TOKEN
+    deterministic_refusal: str | None = None
+    all_are_deterministic: bool = False
     drafters: Mapping[str, str] = field(default_factory=dict)
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
     openai_sampling_defaults: dict[str, Any] = field(default_factory=dict)

@@ -172,6 +172,9 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
             )
     params.speculative = check_speculative(params.speculative, limits, f"{name}.")
+    if params.deterministic and limits.deterministic_refusal is not None:
+        raise field_error(f"{name}.deterministic", limits.deterministic_refusal)
+    params.deterministic |= limits.all_are_deterministic
     _check_grammar(params.grammar, limits, name)
     _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
 

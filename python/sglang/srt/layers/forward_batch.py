@@ -34,6 +34,7 @@ class GraphKey:
         reads_one_row: at most one row of each request is read, however many it feeds.
         num_steps: steps that the graph runs, one after another.
         shares_kv: steps with `ForwardBatch.shared_prefixes` replay it, and no others.
+        fixed_orders: steps with `ForwardBatch.fixed_orders` replay it, and no others.
     """
 
     tag: str
@@ -46,6 +47,7 @@ class GraphKey:
     reads_one_row: bool = False
     num_steps: int = 1
     shares_kv: bool = False
+    fixed_orders: bool = False
 
     @property
     def skips_unread_rows(self) -> bool:
@@ -115,6 +117,8 @@ class ForwardBatch:
             as a target's hidden states; None for models that read tokens alone.
         shared_prefixes: of requests that feed one row each, and only where all do; empty: none are
             known. They change no result.
+        fixed_orders: all sums go in orders that depend on no other row, of a model that has such
+            operations beside faster ones (`ExecutionConfig.has_both_orders`); others ignore it.
     """
 
     input_ids: torch.Tensor
@@ -134,6 +138,7 @@ class ForwardBatch:
     is_block: bool = False
     num_folded: int = 1
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
+    fixed_orders: bool = False
 
 
 class ModelOutput(NamedTuple):
@@ -182,6 +187,7 @@ def dummy_step(
     is_packed: bool = False,
     has_masks: bool = False,
     hidden: torch.Tensor | None = None,
+    fixed_orders: bool = False,
 ) -> ForwardBatch:
     """Makes a step of prompts of these lengths that belong to no request. Its results mean nothing,
     and it writes only the dummy page.
@@ -205,4 +211,5 @@ def dummy_step(
         ancestors=torch.full_like(zeros, -1) if has_masks else None,
         q_starts=q_starts,
         hidden=hidden,
+        fixed_orders=fixed_orders,
     )

@@ -121,35 +121,50 @@ class Collectives(Protocol):
         """All ranks' columns x [S, its part of width] side by side: [S, width]."""
 
 
+class Computed(NamedTuple):
+    """One way to compute layers."""
+
+    ops: LayerOps
+    attention: AttentionBackend
+
+
 class LayerRuntime:
     """Attention and operations over the KV pool.
 
     Args:
+        by_default: computes steps.
+        in_fixed_orders: computes those with `ForwardBatch.fixed_orders`; None: `by_default` does.
         ranks: None: one rank holds the model.
         max_folded: rows that attention may be given as one; see `ForwardBatch.num_folded`.
     """
 
     def __init__(
         self,
-        ops: LayerOps,
-        backend: AttentionBackend,
+        by_default: Computed,
         kv_pool: MHATokenToKVPool,
         ranks: Collectives | None = None,
         max_folded: int = 1,
+        in_fixed_orders: Computed | None = None,
     ) -> None:
         self._ranks = ranks
         self._max_folded, self._num_folded = max_folded, 1
-        self._backend = backend
+        self._ways = by_default, in_fixed_orders or by_default
         self._kv_pool = kv_pool
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
-        self._ops = ops
+        self._use(by_default)
+
+    def _use(self, way: Computed) -> None:
+        """Has steps computed so."""
+        self._ops, self._backend = ops, _ = way
         self.linear = ops.linear
         self.add_rms_norm = ops.add_rms_norm
         self.gated_linear = ops.gated_linear
         self.experts = ops.experts
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Plans attention, once per step, before the first layer."""
+        """Plans attention, once per step, before the first layer. All that follows, logits too, is
+        computed in the orders that the step asks for."""
+        self._use(self._ways[batch.fixed_orders])
         self._positions, self._slots = batch.positions, batch.slots
         assert self._positions.is_contiguous(), "Kernels read them side by side."
         assert self._slots.is_contiguous(), "Kernels read them side by side."

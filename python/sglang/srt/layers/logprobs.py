@@ -114,6 +114,11 @@ class KnownTokens:
     logprobs: torch.Tensor
     scale: torch.Tensor | None = None
 
+    def at(self, index: torch.Tensor) -> KnownTokens:
+        """Those of some rows, [S] int64."""
+        scale = None if self.scale is None else self.scale[index]
+        return KnownTokens(self.logits[index], self.logprobs[index], scale)
+
     def logprobs_of(self, logits: torch.Tensor) -> torch.Tensor:
         """[Q, E] float32, of tokens with these logits [Q, E]."""
         distance = logits.float() - self.logits[:, None]
@@ -123,13 +128,22 @@ class KnownTokens:
 
 
 def query_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, known: KnownTokens, queries: LogprobQueries
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    known: KnownTokens,
+    queries: LogprobQueries,
+    banned: torch.Tensor | None = None,
 ) -> LogprobTensors:
-    """Answers the queries from logits [Q, V] at Q positions, and the targets [Q] int64 there."""
+    """Answers the queries from logits [Q, V] at Q positions, and the targets [Q] int64 there.
+
+    Args:
+        banned: [B] int64; ids that are not among the best tokens.
+    """
     target = known.logprobs_of(logits.gather(1, targets[:, None])).squeeze(1)
     answers = LogprobTensors.of_targets(target)
     if queries.top_num:
-        top = logits.topk(queries.top_num, dim=-1)
+        allowed = logits if banned is None else logits.index_fill(1, banned, -torch.inf)
+        top = allowed.topk(queries.top_num, dim=-1)
         answers = replace(answers, top_values=known.logprobs_of(top.values), top_ids=top.indices)
     if any(queries.token_ids):
         ids = _padded(queries.token_ids, logits.device)
@@ -154,6 +168,7 @@ def query_prompt_logprobs(
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     targets: list[int],
     queries: LogprobQueries,
+    banned: torch.Tensor | None = None,
 ) -> LogprobTensors:
     """Answers the queries at Q prompt rows by log-softmax of the model's own logits, a few rows at
     a time.
@@ -162,6 +177,7 @@ def query_prompt_logprobs(
         hidden: [T, hidden_size].
         rows: [Q] int64; which of the T.
         targets: the Q tokens that follow.
+        banned: [B] int64; ids that are never emitted, so the softmax leaves them out.
     """
     argmax_logprob = sampling_ops(hidden.device).argmax_logprob
     parts = []
@@ -169,10 +185,10 @@ def query_prompt_logprobs(
         end = start + MAX_ROWS_AT_ONCE
         logits = compute_logits(hidden[rows[start:end]])
         wanted = to_device(targets[start:end], hidden.device)
-        _, best, of_best = argmax_logprob(logits)
+        _, best, of_best = argmax_logprob(logits, banned)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])
         known = KnownTokens(best, of_best)
-        parts.append(query_logprobs(logits, wanted, known, part))
+        parts.append(query_logprobs(logits, wanted, known, part, banned))
     width = max(part.chosen.shape[1] for part in parts)
     pad = torch.nn.functional.pad
     return replace(

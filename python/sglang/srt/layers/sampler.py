@@ -31,10 +31,17 @@ class ScoredTokens:
         tokens: [S] int64.
         logprobs: [S] float32; in the distribution of all tokens that may be emitted, at the row's
             temperature (1 for greedy rows), before the filters.
+        known: tokens that other log-probabilities are computed from; None: those drawn.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
+    known: KnownTokens | None = None
+
+    def at(self, index: torch.Tensor) -> ScoredTokens:
+        """Those of some rows, [Q] int64."""
+        known = None if self.known is None else self.known.at(index)
+        return ScoredTokens(self.tokens[index], self.logprobs[index], known)
 
 
 class Sampler:
@@ -42,10 +49,13 @@ class Sampler:
 
     The noise of a token depends on (seed, position, token) alone, so the drawn token does not
     depend on the batch, on overlap or on an earlier retraction.
+
+    Attributes:
+        banned: [B] int64; ids that are never drawn; None: there are none.
     """
 
     def __init__(self, device: torch.device, banned_ids: Sequence[int]) -> None:
-        self._banned = to_device(banned_ids, device, torch.int64) if banned_ids else None
+        self.banned = to_device(banned_ids, device, torch.int64) if banned_ids else None
         self._ops = sampling_ops(device)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows | None) -> torch.Tensor:
@@ -59,16 +69,38 @@ class Sampler:
             [S] int64.
         """
         if rows is None:
-            return self._ops.argmax(logits, self._banned)
+            return self._ops.argmax(logits, self.banned)
         return self.sample_scored(logits, rows).tokens
 
-    def sample_scored(self, logits: torch.Tensor, rows: SamplingRows | None) -> ScoredTokens:
-        """Returns the tokens of `sample` with their log-probabilities. Arguments as there."""
+    def sample_scored(
+        self, logits: torch.Tensor, rows: SamplingRows | None, as_in_prompts: bool = False
+    ) -> ScoredTokens:
+        """Returns the tokens of `sample` with their log-probabilities. Arguments as there.
+
+        Args:
+            as_in_prompts: with the bits of `query_prompt_logprobs` at temperatures 0 and 1, which
+                reads the logits once more.
+        """
         if rows is None:
-            tokens, _, logprobs = self._ops.argmax_logprob(logits, self._banned)
+            tokens, _, logprobs = self._ops.argmax_logprob(logits, self.banned)
             return ScoredTokens(tokens, logprobs)
-        tokens, logprobs = self._ops.sample_tokens(logits, rows, self._banned)
-        return ScoredTokens(tokens, logprobs)
+        tokens, logprobs = self._ops.sample_tokens(logits, rows, self.banned)
+        drawn = ScoredTokens(tokens, logprobs)
+        return self._as_in_prompts(logits, rows, drawn) if as_in_prompts else drawn
+
+    def _as_in_prompts(
+        self, logits: torch.Tensor, rows: SamplingRows, drawn: ScoredTokens
+    ) -> ScoredTokens:
+        """Returns the same, in rows of the model's own distribution by their best tokens."""
+        _, best, of_best = self._ops.argmax_logprob(logits, self.banned)
+        known, is_own = _known(logits, rows.temperature, drawn), rows.temperature == 1
+        is_own |= rows.temperature == 0
+        known = replace(
+            known,
+            logits=torch.where(is_own, best, known.logits),
+            logprobs=torch.where(is_own, of_best, known.logprobs),
+        )
+        return self.score(logits, rows, replace(drawn, known=known), drawn.tokens)
 
     def probs(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Returns the distributions that `sample` draws from: at each row's temperature, over the
@@ -112,7 +144,7 @@ class Sampler:
         """
         known = _known(logits, None if rows is None else rows.temperature, drawn)
         logprobs = known.logprobs_of(logits.gather(1, tokens[:, None])).squeeze(1)
-        return ScoredTokens(tokens, logprobs)
+        return ScoredTokens(tokens, logprobs, known)
 
     def query(
         self,
@@ -132,7 +164,7 @@ class Sampler:
         """
         places = [place for place, is_wanted in enumerate(queries.kept) if is_wanted]
         if wanted is not None:
-            drawn = ScoredTokens(drawn.tokens[wanted], drawn.logprobs[wanted])
+            drawn = drawn.at(wanted)
             rows = None if rows is None else SamplingRows(*(values[wanted] for values in rows))
         if not queries.has_more and not places:
             return LogprobTensors.of_targets(drawn.logprobs)
@@ -157,8 +189,7 @@ class Sampler:
         is always among them, even if it is an accepted draft that the filters would not keep; in
         greedy rows it is the only one. Arguments as in `query`, for the Q places."""
         index = to_device(places, logits.device, torch.int64)
-        logits = logits[index]
-        drawn = ScoredTokens(drawn.tokens[index], drawn.logprobs[index])
+        logits, drawn = logits[index], drawn.at(index)
         is_kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         if rows is not None:
             rows = SamplingRows(*(values[index] for values in rows))
@@ -178,16 +209,18 @@ class Sampler:
         )
 
     def _without_banned(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._banned is None:
+        if self.banned is None:
             return logits
-        return logits.index_fill(1, self._banned, float("-inf"))
+        return logits.index_fill(1, self.banned, float("-inf"))
 
 
 def _known(
     logits: torch.Tensor, temperature: torch.Tensor | None, drawn: ScoredTokens
 ) -> KnownTokens:
-    """Returns the drawn tokens as `KnownTokens`; logits [S, V], temperature [S] float32, None where
-    all rows are greedy."""
+    """Returns `ScoredTokens.known`; logits [S, V], temperature [S] float32, None where all rows are
+    greedy."""
+    if drawn.known is not None:
+        return drawn.known
     of_drawn = logits.gather(1, drawn.tokens[:, None]).squeeze(1).float()
     scale = None
     if temperature is not None:

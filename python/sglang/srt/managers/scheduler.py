@@ -283,7 +283,7 @@ class Scheduler:
             width=self._worker.step_width(params),
             seed=self._seeds.next() if params.sampling_seed is None else params.sampling_seed,
             arrival=next(self._arrivals),
-            namespace=message.cache_key,
+            namespace=message.namespace,
             streams=message.streams,
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,

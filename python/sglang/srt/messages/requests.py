@@ -225,6 +225,12 @@ class TokenizedGenerateReqInput(Message):
     cache_key: tuple[str, str] = ("", "")
     streams: bool = False
 
+    @property
+    def namespace(self) -> tuple[str, str, bool]:
+        """The values beside the tokens that must be equal to share KV. Of deterministic requests
+        all KV was computed in fixed orders."""
+        return (*self.cache_key, self.sampling_params.deterministic)
+
 
 # ---------------------------------------------------------------- token and text streams
 

@@ -149,7 +149,7 @@ class CudaGraphRunner(Generic[Results]):
         poisons: overwrites all inputs and results before each replay, so that values that a step
             does not fill anew show.
         memory: memory with room for all `keys`; None: the runner takes its own.
-        runs_first: of `capture_graph`.
+        runs_first: of `capture_graph`, for the graph of a key.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class CudaGraphRunner(Generic[Results]):
         device: str,
         poisons: bool = False,
         memory: GraphMemory | None = None,
-        runs_first: bool = True,
+        runs_first: Callable[[GraphKey], bool] = lambda _: True,
     ) -> None:
         memory = memory or GraphMemory(keys.all, device)
         self._plan = plan
@@ -237,6 +237,7 @@ class CudaGraphRunner(Generic[Results]):
             has_tree=batch.ancestors is not None,
             is_packed=batch.q_starts is not None,
             hidden_width=0 if batch.hidden is None else batch.hidden.shape[1],
+            fixed_orders=batch.fixed_orders,
         )
         if key is None:
             return None
@@ -293,6 +294,7 @@ class CudaGraphRunner(Generic[Results]):
             q_starts=_first(self._static.q_starts, key.num_reqs + 1 if key.is_packed else None),
             hidden=self._static.hidden_of(key),
             shared_prefixes=batch.shared_prefixes,
+            fixed_orders=key.fixed_orders,
         )
 
     def _capture(self, key: GraphKey) -> _Captured[Results]:
@@ -302,7 +304,7 @@ class CudaGraphRunner(Generic[Results]):
             self._memory,
             lambda: self._compute(batch),
             lambda: self._plan(batch),
-            self._runs_first,
+            self._runs_first(key),
         )
         return _Captured(*found)
 

@@ -39,6 +39,8 @@ class ExecutionConfig:
             graphs compute no more.
         may_rest: the model may be left out of steps, or of some requests of theirs, and then has no
             KV of their tokens (`MHATokenToKVPool.kv_starts`).
+        has_both_orders: steps may ask for sums in fixed orders (`ForwardBatch.fixed_orders`), with
+            the attention and the operations ROW_INDEPENDENT beside those named here.
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """
@@ -67,6 +69,12 @@ class ExecutionConfig:
     draft_steps: Mapping[DraftShape, tuple[range, ...]] = field(default_factory=dict)
     reads_one_row: bool = False
     may_rest: bool = False
+    has_both_orders: bool = False
+
+    @property
+    def orders(self) -> tuple[bool, ...]:
+        """The values of `ForwardBatch.fixed_orders` that change what is computed."""
+        return (False, True) if self.has_both_orders else (False,)
 
     @cached_property
     def capabilities(self) -> AttentionCapabilities:

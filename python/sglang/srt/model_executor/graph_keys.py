@@ -16,7 +16,7 @@ Graphs of a head also differ by the width of their hidden inputs. Those of sever
 compute one row of each request, so they serve only steps that read no more.
 
 Decodes whose requests share prefixes (`ForwardBatch.shared_prefixes`) replay graphs of their own,
-if there are any.
+if there are any. So do steps whose sums go in fixed orders (`ForwardBatch.fixed_orders`).
 
 Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
 RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
@@ -69,6 +69,7 @@ class GraphKeys:
         draft_hidden_width: the same for draft steps, if each replays a graph of its own; 0: none
             does.
         shares_kv: there are graphs for decodes whose requests share prefixes.
+        has_both_orders: each other graph also exists for sums in fixed orders.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class GraphKeys:
         reads_one_row: bool = False,
         draft_hidden_width: int = 0,
         shares_kv: bool = False,
+        has_both_orders: bool = False,
     ) -> None:
         self.all: list[GraphKey] = []
+        self._has_both_orders = has_both_orders
         self._known_smallest = lru_cache(maxsize=MAX_KNOWN)(self._smallest)
         self._graphs_ms: Mapping[GraphKey, float] = {}
         if support is GraphSupport.NEVER:
@@ -101,10 +104,15 @@ class GraphKeys:
         ]
         if with_trees:
             self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
+        if has_both_orders:
+            self.all += [replace(key, fixed_orders=True) for key in self.all]
         if shares_kv:
             sizes = {16, *range(32, max_requests, 32), max_requests}
-            decodes = [key for key in self.all if key.tag == DECODE and key.num_reqs in sizes]
-            self.all += [replace(key, shares_kv=True) for key in decodes]
+            self.all += [
+                replace(key, shares_kv=True)
+                for key in self.all
+                if key.tag == DECODE and key.num_reqs in sizes and not key.fixed_orders
+            ]
         if draft_hidden_width not in (0, hidden_width):
             self.all += [
                 replace(key, hidden_width=draft_hidden_width)
@@ -171,10 +179,11 @@ class GraphKeys:
         is_packed: bool = False,
         hidden_width: int = 0,
         shares_kv: bool = False,
+        fixed_orders: bool = False,
     ) -> GraphKey | None:
         """Does the same, by the number of requests, the most rows that any of them feeds and the
         rows in all. A packed step may have fewer rows than requests."""
-        kinds = has_tree, is_packed, hidden_width, shares_kv
+        kinds = has_tree, is_packed, hidden_width, shares_kv, fixed_orders and self._has_both_orders
         return self._known_smallest(num_reqs, widest, num_tokens, *kinds)
 
     def _smallest(
@@ -186,6 +195,7 @@ class GraphKeys:
         is_packed: bool,
         hidden_width: int,
         shares_kv: bool,
+        fixed_orders: bool,
     ) -> GraphKey | None:
         fitting = [
             key
@@ -193,6 +203,7 @@ class GraphKeys:
             if key.has_tree == has_tree
             and key.hidden_width == hidden_width
             and key.shares_kv == shares_kv
+            and key.fixed_orders == fixed_orders
             and key.num_reqs >= num_reqs
             and key.num_tokens >= num_tokens
             and (key.tag == MIXED or key.width >= widest)
@@ -215,14 +226,23 @@ def uniform_key(batch: ForwardBatch) -> GraphKey:
     hidden_width = 0 if batch.hidden is None else batch.hidden.shape[1]
     tag = DECODE if width == 1 else UNIFORM
     has_tree = batch.ancestors is not None
-    return GraphKey(tag, count, width, count * width, has_tree, hidden_width=hidden_width)
+    return GraphKey(
+        tag,
+        count,
+        width,
+        count * width,
+        has_tree,
+        hidden_width=hidden_width,
+        fixed_orders=batch.fixed_orders,
+    )
 
 
 def kind_of(key: GraphKey) -> str:
     """Returns the kind of a graph, for the log."""
     steps = f"{key.num_steps} {key.tag}" if key.num_steps > 1 else key.tag
     hidden = f", hidden states of {key.hidden_width}" if key.hidden_width else ""
-    return steps + hidden + ", trees" * key.has_tree + ", shared prefixes" * key.shares_kv
+    kind = steps + hidden + ", trees" * key.has_tree + ", shared prefixes" * key.shares_kv
+    return kind + ", fixed orders" * key.fixed_orders
 
 
 def _plain_keys(

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.distributed.group import RankGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput, dummy_step
-from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.layer_runtime import Computed, LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
 from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, MaskPass
@@ -24,7 +24,7 @@ from sglang.srt.model_executor.loaded_model import LoadedModel
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs, keys_of_draft_steps, plan_nothing
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.platform import memory_for
-from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
+from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, ROW_INDEPENDENT, load
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.step_ops import StepOps
 
@@ -98,20 +98,17 @@ class ModelRunner:
         self.model, self.weights = loaded.model, loaded.weights
         self.memory = memory
         self.req_to_token_pool, self.kv_pool = memory.table, memory.pools[pool_index]
-        backend = ATTENTION_BACKENDS.load(config.attention_backend)
-        num_heads = config.model.shard.part(config.model.num_heads)
-        attention: AttentionBackend = backend(
-            self.req_to_token_pool, self.kv_pool, num_heads, self.model.windows, self.model.scores
-        )
         self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]
+        num_heads = config.model.shard.part(config.model.num_heads)
         group = 2 * num_heads // self.kv_pool.kv[0].shape[1]
+        fixed = ROW_INDEPENDENT, ROW_INDEPENDENT
         self._layers = LayerRuntime(
-            load(self.operations.layers)(self.device),
-            attention,
+            self._computed_by(config.attention_backend, config.ops, num_heads),
             self.kv_pool,
             ranks,
             max(1, MAX_FOLDED_HEADS // group) if config.capabilities.folds_rows else 1,
+            self._computed_by(*fixed, num_heads) if config.has_both_orders else None,
         )
         self.step_ops: StepOps = load(self.operations.step)(self.device)
         self._threads = _HostThreads(config.num_threads) if config.device == "cpu" else None
@@ -121,6 +118,14 @@ class ModelRunner:
         self._graphs_ms: dict[GraphKey, float] = {}
         self._is_part_of_graph = False
         self.checks: list[Callable[[ForwardBatch], None]] = []
+
+    def _computed_by(self, backend: str, ops: str, num_heads: int) -> Computed:
+        """Makes attention and operations of these names."""
+        pools, model = (self.req_to_token_pool, self.kv_pool), self.model
+        attention: AttentionBackend = ATTENTION_BACKENDS.load(backend)(
+            *pools, num_heads, model.windows, model.scores
+        )
+        return Computed(load(OPERATIONS[ops].layers)(self.device), attention)
 
     @property
     def config(self) -> ExecutionConfig:
@@ -173,10 +178,11 @@ class ModelRunner:
         """Runs steps of all shapes that graphs will have, and those of `warm_up`."""
         if (graphs := self._make_graphs()) is not None:
             graphs.rehearse()
-        self._run_small()
         hidden = self.kv_pool.kv[0].new_zeros((READ_ROWS[-1], self._config.model.hidden_size))
-        for num_rows in READ_ROWS:
-            self.compute_logits(hidden[:num_rows])
+        for fixed_orders in self._config.orders:
+            self._run_small(fixed_orders)
+            for num_rows in READ_ROWS:
+                self.compute_logits(hidden[:num_rows])
 
     def _make_graphs(self) -> RunnerGraphs | None:
         """Makes the graph runners."""
@@ -195,8 +201,16 @@ class ModelRunner:
         for shape, each in draft_keys.items():
             run = self._draft_pass(shape, lambda batch: self._forward_part(batch).hidden).run
             drafts[shape] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
-        runs_first = self.operations.compares_first or not is_foreseen
-        steps = CudaGraphRunner(plan, self._compute, ops, keys, *more, runs_first=runs_first)
+        always = self.operations.compares_first or not is_foreseen
+        of_fixed = OPERATIONS[ROW_INDEPENDENT].compares_first
+        steps = CudaGraphRunner(
+            plan,
+            self._compute,
+            ops,
+            keys,
+            *more,
+            runs_first=lambda key: always or (of_fixed and key.fixed_orders),
+        )
         return RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
 
     def _keys(self) -> GraphKeys:
@@ -214,6 +228,7 @@ class ModelRunner:
             reads_one_row=self.reads_one_row,
             draft_hidden_width=model.draft_hidden_width if steps_alone else 0,
             shares_kv=capabilities.shares_kv and config.max_graph_width == 1,
+            has_both_orders=config.has_both_orders,
         )
         keys.prefer_cheaper(self._graphs_ms)
         return keys
@@ -238,7 +253,8 @@ class ModelRunner:
         runners = (self, *drafting)
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."), self.alone():
             for runner in runners:
-                runner._run_small()
+                for fixed_orders in runner.config.orders:
+                    runner._run_small(fixed_orders)
         wished = self.max_prompt_rows
         if wished == 0:
             return
@@ -247,8 +263,7 @@ class ModelRunner:
         remedy = f"{LESS_STATIC_MEMORY} or --max-running-requests."
         with memory_for(what, remedy), self.alone():
             self.max_prompt_rows = most_that_fits(
-                # A list: results are held while the others run.
-                lambda rows: [each._run_dummy(largest_step(rows, *limits)) for each in runners],
+                lambda rows: _run_together(runners, largest_step(rows, *limits)),
                 wished,
                 least_rows,
                 self.device,
@@ -262,24 +277,28 @@ class ModelRunner:
                 wished,
             )
 
-    def _run_small(self) -> None:
+    def _run_small(self, fixed_orders: bool) -> None:
         config = self._config
         q_lens = [min(size, config.row_width) for size in WARM_UP_Q_LENS]
-        self._run_dummy(q_lens)
+        self._run_dummy(q_lens, fixed_orders)
         if self._config.capabilities.reads_q_starts and config.max_decode_rows > 1:
-            self._run_dummy(q_lens, is_packed=True)
+            self._run_dummy(q_lens, fixed_orders, is_packed=True)
         if config.captures_trees:
-            self._run_dummy(q_lens, has_masks=True)
+            self._run_dummy(q_lens, fixed_orders, has_masks=True)
 
     def _run_dummy(
-        self, q_lens: list[int], is_packed: bool = False, has_masks: bool = False
+        self,
+        q_lens: list[int],
+        fixed_orders: bool = False,
+        is_packed: bool = False,
+        has_masks: bool = False,
     ) -> tuple[ModelOutput, torch.Tensor]:
         """Runs a step of prompts of these lengths, with all hidden states and as many logits as a
         step may read."""
         config, width = self._config, self.model.hidden_width
         hidden = self.kv_pool.kv[0].new_zeros((sum(q_lens), width)) if width else None
         row = self.req_to_token_pool.padding_row
-        batch = dummy_step(q_lens, row, self.device, is_packed, has_masks, hidden=hidden)
+        batch = dummy_step(q_lens, row, self.device, is_packed, has_masks, hidden, fixed_orders)
         self._layers.plan(batch)
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows
@@ -407,3 +426,11 @@ class ModelRunner:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""
         return self.model.compute_logits(hidden, self._layers)
+
+
+def _run_together(runners: Sequence[ModelRunner], q_lens: list[int]) -> None:
+    """Runs a step of prompts of these lengths, the results of each runner held while those after it
+    run; in all orders of the first one's sums."""
+    for fixed_orders in runners[0].config.orders:
+        held = [runner._run_dummy(q_lens, fixed_orders) for runner in runners]
+        del held

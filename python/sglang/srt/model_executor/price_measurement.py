@@ -299,16 +299,16 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
     """Returns the graphs with a price of their own. Where no request looks ahead, only steps with
-    prompts need prices; draft steps never do.
+    prompts need prices; draft steps never do, and steps in fixed orders go by those of others.
 
     Args:
         max_width: rows that a request feeds, at most.
     """
-    keys, looks_ahead = runner.graph_keys, max_width > 1
+    keys, looks_ahead, kind = runner.graph_keys, max_width > 1, (runner.model.hidden_width, False)
     return [
         key
         for key in ([] if keys is None else keys.all)
-        if (key.tag == MIXED or looks_ahead) and key.hidden_width == runner.model.hidden_width
+        if (key.tag == MIXED or looks_ahead) and (key.hidden_width, key.fixed_orders) == kind
     ]
 
 

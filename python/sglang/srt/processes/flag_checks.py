@@ -33,6 +33,7 @@ from sglang.srt.speculative.drafter_options import DrafterConfig
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
+SECOND_GRAPHS_SHARE = 0.02  # of it for graphs in both orders of sums
 MAX_CPU_THREADS = 16  # without --num-threads
 MAX_THREADS_PER_CORE = 4
 # The most prompt tokens of a step under AUTO: with more a GPU's products get no faster, and what a

@@ -15,11 +15,12 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.determinism import check_determinism
+from sglang.srt.processes.determinism import check_determinism, has_both_orders
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
 from sglang.srt.processes.flag_checks import (
     GPU_STATIC_SHARE,
     MAX_CHUNKS,
+    SECOND_GRAPHS_SHARE,
     attention_backend_of,
     check_masks,
     check_tables,
@@ -85,8 +86,7 @@ def resolve(
     check_ranks(args, model)
     context_len = context_len_of(args, model)
     available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
-    captures = _captures_graphs(args, device)
-    planner = _planner(args, environ, device, context_len)
+    captures, planner = _captures_graphs(args, device), _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
         model=replace(model, rounds_weights=args.quantization is not None),
         load_format=args.load_format,
@@ -104,8 +104,9 @@ def resolve(
         max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
-        static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
+        static_memory_share=_static_share(args),
         num_threads=num_threads_of(args, platform.num_cores),
+        has_both_orders=has_both_orders(args),
     )
     scheduler = SchedulerConfig(
         planner=replace(planner, finds_shared_kv=execution.capabilities.shares_kv),
@@ -237,6 +238,11 @@ def _drafter(
     if drafter is not None or mask is None:
         return drafter
     return DrafterConfig("mtp", _mtp(args, mask, environ, execution))
+
+
+def _static_share(args: ServerArgs) -> float:
+    default = GPU_STATIC_SHARE - (SECOND_GRAPHS_SHARE if has_both_orders(args) else 0)
+    return args.mem_fraction_static or default
 
 
 def _captures_graphs(args: ServerArgs, device: str) -> bool:

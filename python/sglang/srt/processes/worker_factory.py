@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +39,12 @@ BudgetMaker = Callable[[RuntimeConfig, PriceTable | None], PromptBudget]
 def drafter_models(
     drafter: DrafterConfig | None, target: ExecutionConfig
 ) -> tuple[ExecutionConfig, ...]:
-    """The models of a drafter, for `make_runners` behind the target."""
+    """The models of a drafter, for `make_runners` behind the target. They only draft, in any order
+    of sums."""
     if drafter is None:
         return ()
     kind: DrafterType = DRAFTERS.load(drafter.name)
-    return kind.models(drafter.options, target)
+    return kind.models(drafter.options, replace(target, has_both_orders=False))
 
 
 def measure_prices(

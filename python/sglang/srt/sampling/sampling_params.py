@@ -76,6 +76,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         stream_interval: a stream gets a chunk each time it has that many tokens; None: the
             server's.
         speculative: what the server's drafter does for the request.
+        deterministic: on a GPU its tokens and log-probabilities have the same bits whatever shares
+            its steps; true of all requests of a server that does so for all.
         json_schema, regex, ebnf, structural_tag: what the output must match; one of them at most.
             `json_schema` is the text of a schema, `structural_tag` that of an object.
         return_top_p_token_ids: the answer has the tokens that top_p, top_k and min_p kept where
@@ -108,6 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     mtp_conf_threshold: float | None = None
     mtp_verify: bool = False
     speculative: Speculative = Speculative()
+    deterministic: bool = False
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -261,6 +264,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             return f"mtp_conf_threshold: {threshold:g} is not the {in_list[0]} of mtp_strategy"
         if self.mtp_verify:
             return None
+        if self.deterministic:
+            return "deterministic: needs mtp_verify: true beside mtp_enabled"
         if self.temperature > 0:
             return "temperature: must be 0 or left out with mtp_enabled, unless mtp_verify is true"
         if self.has_penalties:

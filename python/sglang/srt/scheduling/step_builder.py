@@ -82,6 +82,7 @@ class StepBuilder:
             hidden_rows=[(index, each) for index, row in enumerate(rows) for each in row.hidden],
             ended_texts=ended_texts,
             shared_prefixes=self.shared_prefixes,
+            fixed_orders=any(row.req.params.deterministic for row in rows),
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
         is_priced = not (returns_prompts or batch.hidden_rows)

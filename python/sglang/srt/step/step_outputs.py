@@ -94,13 +94,16 @@ def prompt_logprobs(
     hidden: torch.Tensor,
     q_lens: list[int],
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    banned: torch.Tensor | None,
 ) -> LogprobTensors | None:
-    """Returns log-probabilities of prompt tokens, in the model's own distribution; hidden [T,
-    D]."""
+    """Returns log-probabilities of prompt tokens, in the model's own distribution of all that are
+    not banned [B] int64; hidden [T, D]."""
     if not plan.prompt_rows:
         return None
     rows = row_indices(plan.prompt_rows, q_lens, hidden.device)
-    return query_prompt_logprobs(hidden, rows, compute_logits, plan.prompt_targets, plan.prompts)
+    return query_prompt_logprobs(
+        hidden, rows, compute_logits, plan.prompt_targets, plan.prompts, banned
+    )
 
 
 def emitted_queries(

@@ -135,6 +135,8 @@ class ScheduleBatch:
         shared_prefixes: of requests that decode, where all do and each feeds one row at most; empty
             where too little is known to be shared.
         constraint: restricts the tokens of requests with a grammar; None: no request has one.
+        fixed_orders: all sums of the step's target go in fixed orders, since a request is
+            deterministic (`SamplingParams`).
     """
 
     requests: list[BatchRequest]
@@ -147,6 +149,7 @@ class ScheduleBatch:
     constraint: TokenConstraint | None = None
     ended_texts: list[EndedText] = field(default_factory=list)
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
+    fixed_orders: bool = False
 
     @cached_property
     def _columns(self) -> Columns:

@@ -5,6 +5,9 @@ proposes the next drafts.
 The first differs by how many drafts each request verifies, the second by how many it is given. So a
 step that gives another number of drafts than it verified replays two graphs, as any other does.
 
+Both orders of the target's sums have graphs of the first kind, where there are both
+(`ScheduleBatch.fixed_orders`).
+
 Steps have such graphs where every request verifies the same number of drafts and none asks for
 anything that the host must look at, such as log-probabilities; proposals, where every request is
 given the same number. All others run piece by piece (`TpModelWorker`).
@@ -90,6 +93,14 @@ class _CapturedStep(_Captured):
     gives_output: bool
 
 
+class _Verification(NamedTuple):
+    """The steps that a graph is of: drafts that each request verifies, and
+    `ScheduleBatch.fixed_orders`."""
+
+    num_drafts: int
+    fixed_orders: bool
+
+
 class _Proposal(NamedTuple):
     """The proposals that a graph is of: a number of drafts of each request, with
     `ExtendedStep.output` or without."""
@@ -130,8 +141,8 @@ class RoundGraphs:
         self._run = run
         self._propose = propose
         self._poisons = runners.target.config.poisons_graphs
-        # By drafts that each request verifies or is given, then by requests, ascending.
-        self._steps: dict[int, dict[int, _CapturedStep]] = {}
+        # By kind, then by requests, ascending.
+        self._steps: dict[_Verification, dict[int, _CapturedStep]] = {}
         self._proposals: dict[_Proposal, dict[int, _Captured]] = {}
         self._output: torch.Tensor | None = None  # [rows of the page table, width]
         # As `ModelOutput`, of the rows of the largest step.
@@ -175,11 +186,16 @@ class RoundGraphs:
         logger.info("Captured %d CUDA graphs of rounds in %.1f s.", self.num_graphs, seconds)
 
     def _capture_steps(self) -> None:
-        keys = [(size, count) for count in self._rounds for size in self._step_sizes(count)]
-        keys.sort(key=lambda key: -key[0] * (1 + key[1]))
-        for size, count in tqdm(keys, desc="Capturing steps", unit="graph", disable=None):
-            self._steps.setdefault(count, {})[size] = self._capture_step(size, count)
-        self._steps = {count: dict(sorted(graphs.items())) for count, graphs in self._steps.items()}
+        keys = [
+            (size, _Verification(count, fixed_orders))
+            for count in self._rounds
+            for fixed_orders in self._runners.target.config.orders
+            for size in self._step_sizes(count)
+        ]
+        keys.sort(key=lambda key: -key[0] * (1 + key[1].num_drafts))
+        for size, kind in tqdm(keys, desc="Capturing steps", unit="graph", disable=None):
+            self._steps.setdefault(kind, {})[size] = self._capture_step(size, kind)
+        self._steps = {kind: dict(sorted(graphs.items())) for kind, graphs in self._steps.items()}
 
     def _capture_proposals(self) -> None:
         kinds = []
@@ -217,9 +233,9 @@ class RoundGraphs:
             if not keys.is_undercut(size * width, [each * width for each in sizes[place + 1 :]])
         ]
 
-    def _capture_step(self, num_reqs: int, num_drafts: int) -> _CapturedStep:
-        batch = self._batch_of_padding(num_reqs)
-        plan = plan_of_drafts(batch, [num_drafts] * num_reqs, self._max_confirmed)
+    def _capture_step(self, num_reqs: int, kind: _Verification) -> _CapturedStep:
+        batch = self._batch_of_padding(num_reqs, kind.fixed_orders)
+        plan = plan_of_drafts(batch, [kind.num_drafts] * num_reqs, self._max_confirmed)
         packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
         per_request = packed.view(NUM_COUNTS, num_reqs)
 
@@ -252,15 +268,16 @@ class RoundGraphs:
         assert memory is not None, "The target has graphs."
         return memory
 
-    def _batch_of_padding(self, num_reqs: int) -> ScheduleBatch:
+    def _batch_of_padding(self, num_reqs: int, fixed_orders: bool = False) -> ScheduleBatch:
         padding = BatchRequest(self._table.padding_row, self._slots)
-        return ScheduleBatch([padding] * num_reqs, all_greedy=False)
+        return ScheduleBatch([padding] * num_reqs, all_greedy=False, fixed_orders=fixed_orders)
 
     def verify(self, batch: ScheduleBatch, plan: StepPlan) -> VerifiedStep | None:
         """Runs a step of the worker, whose new rows have their state, up to the proposal; None if
         there is no graph for it. The next replay overwrites the result."""
         num_reqs, num_drafts = len(batch.rows), plan.max_pending - 1
-        found = _smallest(self._steps.get(num_drafts), num_reqs)
+        is_fixed = batch.fixed_orders and self._runners.target.config.has_both_orders
+        found = _smallest(self._steps.get(_Verification(num_drafts, is_fixed)), num_reqs)
         if found is None or self._are_checked or not _is_uniform(batch, plan, num_drafts):
             return None
         if batch.hidden_rows and found.run.output is None:

@@ -190,8 +190,8 @@ class TpModelWorker:
         run = RunRows(inputs, layout, step.accepted, drawing.output)
         prompts = None
         if batch.logprobs is not None:
-            hidden, compute = step.forward.hidden, runner.compute_logits
-            prompts = prompt_logprobs(batch.logprobs, hidden, inputs.q_lens, compute)
+            scored = step.forward.hidden, inputs.q_lens, runner.compute_logits, self._sampler.banned
+            prompts = prompt_logprobs(batch.logprobs, *scored)
         result = _result(
             batch,
             record,
@@ -309,7 +309,7 @@ class TpModelWorker:
         if sampling is None:
             drawn = best
         if drawn is None and batch.scores_emitted:
-            drawn = self._sampler.sample_scored(logits, sampling)
+            drawn = self._sampler.sample_scored(logits, sampling, batch.fixed_orders)
         tokens = self._sampler.sample(logits, sampling) if drawn is None else drawn.tokens
         return ChosenTokens(layout, tokens, None if best is None else best.logprobs.exp()), drawn
 
