@@ -367,7 +367,7 @@ RULES = {
     ),
     "docstring": Rule(
         check_docstrings,
-        (PACKAGE, "sgl-kernel"),
+        EVERYWHERE,
         "0",
         "begin with a verb (Tells whether, Returns), of a class or property a noun phrase",
     ),

@@ -1,4 +1,4 @@
-"""What hostile inputs are fed to: each area draws an input, and feeds it as a server does.
+"""Areas that take hostile inputs: each draws an input, and feeds it as a server does.
 
 `feed` tells whether an input was taken; one that is refused as the area's users are told gives
 False. Any other error is a failure.

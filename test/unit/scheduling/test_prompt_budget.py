@@ -141,7 +141,7 @@ def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name:
 
 
 def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None:
-    """Where fewer tokens than allowed are fed, their rows fill tiles, or the graph before."""
+    """Checks that fewer tokens than allowed are fed only to fill tiles, or the graph before."""
     num_rows, gap = step.decodes.num_rows + num_lookahead, best - room
     num_rows += sum(count + ahead for _, count, ahead in step.prompts)
     if gap < ROW_TILE and (num_rows + room) % ROW_TILE == 0:
