@@ -95,6 +95,7 @@ TORCH_FREE = (
     "srt/parser/*.py",
     "srt/constrained/*.py",
     "srt/control/client.py",
+    "srt/lookahead/adaptive_config.py",
     "srt/managers/io_struct.py",
     "srt/managers/tokenizer_manager.py",
     "srt/processes/detokenizer_process.py",
