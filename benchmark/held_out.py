@@ -36,7 +36,7 @@ class Source:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where prompts come from.
+    """Names the sources of prompts.
 
     Attributes:
         packages: sorted by name.

@@ -50,7 +50,7 @@ ROOT = f"{Path(__file__).resolve().parents[1]}/"
 
 
 class Outcome(NamedTuple):
-    """What became of an input; `error` is empty unless it failed."""
+    """Result of an input; `error` is empty unless it failed."""
 
     kind: str
     error: str = ""

@@ -89,7 +89,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a step reads of a model.
+    """Bytes of a model that a step reads.
 
     Attributes:
         expert: of an expert of one layer.

@@ -1,4 +1,4 @@
-"""Where does each millisecond of a step, or of a prompt, go? Kernels by kind, and their gaps.
+"""Measures where the time of a step or of a prompt goes: kernels by kind, and their gaps.
 
 Under torch's profiler (CUPTI), each step launched while the one before it runs, as in the server:
 random weights in a large geometry. Steps are those of one static batch, 128 tokens in, with the

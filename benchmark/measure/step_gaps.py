@@ -130,7 +130,7 @@ async def measure(
         return random_prompts(count, length, vocab_size, next(seeds))
 
     async def first_token() -> tuple[float, float]:
-        """When a long prompt was sent, and when its token was there."""
+        """Sends a long prompt; returns when it was sent and when its first token was there."""
         params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         start = time.perf_counter()
         await engine.async_generate(input_ids=long_prompts.pop(), sampling_params=params)

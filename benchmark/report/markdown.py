@@ -19,7 +19,7 @@ def measured_by(result: Result) -> str:
 
 
 def provenance(result: Result) -> str:
-    """Where a figure is from: one line below a table."""
+    """Names the source of a figure: one line below a table."""
     machine, versions = result["machine"], result["versions"]
     where: str = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
     what = f"torch {versions['torch']}"

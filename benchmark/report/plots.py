@@ -39,7 +39,7 @@ def save_svg(figure: Any, path: Path) -> None:
 
 
 def gpu_of(result: dict[str, Any]) -> str:
-    """Where a result was measured."""
+    """Names the machine on which a result was measured."""
     machine: dict[str, str] = result["machine"]
     return machine.get("gpu", machine["cpu"])
 

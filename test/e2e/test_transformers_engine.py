@@ -1,4 +1,4 @@
-"""What an Engine does around a model works with transformers' code as with our own file of it."""
+"""Transformers' modelling code in an Engine: all around the model works as with our own file."""
 
 from __future__ import annotations
 

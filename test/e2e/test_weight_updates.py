@@ -387,7 +387,7 @@ def sglang_json(line: str) -> dict[str, Any]:
 def test_an_update_without_a_pause_lets_running_requests_finish_first(
     server: RunningServer, other: Path
 ) -> None:
-    """Where running requests end: the update waits for it, and so do new requests."""
+    """The update waits until running requests end, and new requests wait for the update."""
     running = endless(server)
     update = {"model_path": str(other), "weight_version": "v2"}
     updating = in_background(lambda: server.post("/update_weights_from_disk", update))

@@ -1,4 +1,4 @@
-"""What hostile inputs are fed to: each area draws an input, and feeds it as a server does.
+"""Areas that take hostile inputs: each draws an input, and feeds it as a server does.
 
 `feed` tells whether an input was taken; one that is refused as the area's users are told gives
 False. Any other error is a failure.
@@ -306,7 +306,8 @@ class FlagFiles(_Folder):
         make_model_dir(self.path / "model")
         texts = ["def main():\n    return 1", {"text": "hello hello", "id": 3}, "é😀 hello"]
         lines = [json.dumps(text).encode() for text in texts]
-        steps = {"candidate_steps": [1, 3, 7], "ema_alpha": 0.2, "warmup_batches": 10}
+        slot = {"candidate_steps": [1, 3, 7], "ema_alpha": 0.2}
+        steps = {"1": slot, "8": {"candidate_steps": [1]}, "warmup_batches": 10}
         tensor = save({"map": torch.arange(9)})
         self._draws: dict[str, Callable[[random.Random], bytes]] = {
             "corpus.jsonl": lambda chooser: b"\n".join(

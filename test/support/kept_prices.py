@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
     execution = make_execution(model, Setup(), 64, 4)
     keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 4, 64, hidden_width=hidden_width)
     return SimpleNamespace(
-        config=replace(execution, max_decode_rows=4, draft_steps={1: (), 2: ()}, **changes),
+        config=replace(
+            execution, **{"max_decode_rows": 4, "draft_steps": {1: (), 2: ()}, **changes}
+        ),
         graph_keys=keys,
         model=SimpleNamespace(hidden_width=hidden_width),
         ranks=None,
@@ -33,13 +36,14 @@ def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
 def measured(runner: Any) -> PriceTable:
     keys = runner.graph_keys.all
     costs = {key: 1.0 + key.num_tokens / 7 for key in keys}
-    find = runner.graph_keys.find_shape
+    find = partial(runner.graph_keys.find_shape, hidden_width=runner.model.hidden_width)
     return PriceTable(find, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01)
 
 
 def contents(prices: PriceTable) -> tuple[Any, ...]:
-    """All that was measured."""
-    return tuple(getattr(prices, each.name) for each in fields(prices) if each.name != "find")
+    """All that was measured, and what steps of some shapes cost by it."""
+    known = (getattr(prices, each.name) for each in fields(prices) if each.name != "find")
+    return *known, *(prices.rows_ms(*shape) for shape in ((1, 4, 4), (3, 2, 5), (8, 4, 32)))
 
 
 class Start:

@@ -230,8 +230,8 @@ class NgramDrafter(Planner, Drafter):
 def _occurrences(
     tokens: torch.Tensor, num_tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in `tokens` [R, width], of which num_tokens [R] are known, the last token of a request
-    stands earlier: behind the same token first, then late before early.
+    """Finds earlier places of each request's last token in `tokens` [R, width], of which num_tokens
+    [R] are known: places after the same token first, then late ones before early ones.
 
     Returns:
         [R, NUM_BRANCHES] int64 and bool: places, and whether there is one.

@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the last tokens stood, in order of what makes a place better.
+    """An earlier place of the last tokens; fields in order of what makes a place better.
 
     Attributes:
         length: of the match.

@@ -36,7 +36,7 @@ CASES = {
 
 
 def message(rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank sends. Sums in bfloat16 need no rounding: the interpreter's is another one."""
+    """Draws what a rank sends; sums in bfloat16 need no rounding, where interpreters differ."""
     generator = torch.Generator().manual_seed(100 * rank + number)
     count = WORDS[number] * WORD_BYTES // dtype.itemsize
     values = torch.randn(count, generator=generator)

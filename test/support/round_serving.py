@@ -26,8 +26,8 @@ NUM_STEPS = 3
 
 
 class On(NamedTuple):
-    """Where it runs. Graphs are of up to so many rows: on a CPU of a full batch that verifies
-    NUM_STEPS drafts."""
+    """Device and settings of a run. On a CPU, graphs have up to as many rows as a full batch that
+    verifies NUM_STEPS drafts."""
 
     device: str
     backend: str

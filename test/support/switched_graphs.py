@@ -43,7 +43,7 @@ MAX_REQUESTS = max(WAVES)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs.
+    """Settings of a check.
 
     Attributes:
         max_graph_rows: rows of prompts and decodes together that have graphs; 0: there are none.

@@ -1,4 +1,4 @@
-"""Where the suites that compare tokens run: on the CPU, or where SGLANG_TEST_TARGET says.
+"""Runs the suites that compare tokens on the CPU, or where SGLANG_TEST_TARGET says.
 
     SGLANG_TEST_TARGET='{"attention_backend": "triton", "disable_cuda_graph": true}' pytest test/e2e
 

@@ -1,4 +1,4 @@
-"""Where the reasoning of a chat begins, and grammars behind it: against a scripted scheduler."""
+"""The place where reasoning of a chat begins, and grammars after it: a scripted scheduler."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def tiles_of(num_rows: int, kv_len: int) -> list[int]:
 
 
 def simulated(tiles: list[int], num_kv_heads: int, num_multiprocessors: int, splits: int) -> float:
-    """When the last program ends: each starts on the multiprocessor that is free first."""
+    """Returns when the last program ends: each starts on the multiprocessor that is free first."""
     free = [0.0] * num_multiprocessors
     for seen in sorted(tiles, reverse=True):
         share = -(-seen // splits)

@@ -704,7 +704,7 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_blocks_of_8_bits_divide_the_parts_that_ranks_have(num_ranks: int) -> None:
-    """Of Llama 8B."""
+    """Takes the shapes of Llama 8B."""
     parts = [
         *((6144 // num_ranks, 4096, False), (4096, 4096 // num_ranks, False)),
         *((28672 // num_ranks, 4096, True), (4096, 14336 // num_ranks, False)),

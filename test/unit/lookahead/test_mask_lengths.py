@@ -146,7 +146,7 @@ def test_a_packed_step_has_rows_for_those_who_probably_have_drafts() -> None:
 
 
 def test_estimates_contain_the_truth_and_narrow_with_trials() -> None:
-    """Of nearly all, between the chances that are CERTAINTY deviations less and more."""
+    """They do for nearly all, between the chances that are CERTAINTY deviations less and more."""
     luck, num_inside, widths = random.Random(0), 0, list[tuple[float, ...]]()
     for _ in range(150):
         chances = [luck.uniform(0.3, 0.95) for _ in range(3)]

@@ -4,59 +4,25 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from served_rounds import rounds
-from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRoundPrices, StepCase
 from sglang.srt.lookahead.tile_spec import TileSpec
-from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import (
     Curve,
     DraftPrices,
     PassPrices,
     PriceTable,
-    StepShape,
     no_graphs,
 )
 from tile_spec_rounds import FREE_PASS
 
 SHAPES = [TreeShape(4, 1, 4), TreeShape(4, 3, 10), TreeShape(2, 5, 7), TreeShape(4, 5, 3)]
-
-
-def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> None:
-    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 4, 0)
-    target = PriceTable(
-        find=keys.find_shape,
-        graphs_ms={key: 10.0 + key.num_tokens for key in keys.all},
-        eager=Curve((1,), (1e9,)),
-        head=Curve((1, 100), (1.0, 100.0)),
-        kv_ms=0.5,
-        row_kv_ms=0.25,
-    )
-    extend = PriceTable(
-        find=lambda *rows: None,
-        graphs_ms={},
-        eager=Curve((1, 100), (0.1, 10.0)),
-        head=Curve((1, 100), (3.0, 300.0)),
-        kv_ms=0.02,
-        row_kv_ms=0.01,
-    )
-    passes = {n: PassPrices(Curve((1, 8), (7.0 * n,) * 2), 0.03 * n) for n in (1, 2)}
-    prices = MeasuredRoundPrices(target, DraftPrices(extend, passes))
-    for num_reqs, num_drafts, kv_tokens in itertools.product((1, 3, 8), range(4), (0, 40)):
-        rows = num_reqs * (1 + num_drafts)
-        shape = StepShape(
-            num_reqs, 1 + num_drafts, rows, rows, kv_tokens, (1 + num_drafts) * kv_tokens
-        )
-        cost = target.price_ms(shape) + 0.1 * rows
-        cost += kv_tokens * (0.02 + 0.01 * (1 + num_drafts))
-        if num_drafts:
-            cost += 3.0 * num_reqs + (num_drafts - 1) * (7.0 + 0.03 * kv_tokens)
-        assert prices.round_ms(StepCase(num_reqs, kv_tokens), num_drafts) == pytest.approx(cost)
 
 
 def test_fewer_drafts_than_any_tier_has_cost_those_of_the_next_larger_one() -> None:
@@ -71,30 +37,46 @@ def test_fewer_drafts_than_any_tier_has_cost_those_of_the_next_larger_one() -> N
         assert gap == pytest.approx(cost)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def line(per_row: float) -> Curve:
+    return Curve((1, 1000), (per_row, 1000 * per_row))
+
+
+@pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
 def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
-    shape: TreeShape,
+    shape: TreeShape | None,
 ) -> None:
-    width, paths = 1 + shape.num_drafts, 1 + shape.max_confirmed
-    target = PriceTable(no_graphs, {}, Curve((1, 1000), (1.0, 1000.0)), Curve((1,), (2.0,)), 3, 4)
-    extend_rows, head = Curve((1, 1000), (0.1, 100.0)), Curve((1,), (50.0,))
-    extend = PriceTable(no_graphs, {}, extend_rows, head, 0.3, 0.4)
-    passes = {
-        shape: PassPrices(Curve((1, 8), (7.0, 56.0)), 0.7),
-        1: PassPrices(Curve((1,), (1e9,))),
-    }
+    """Rows, logits, each token of KV and each row that sees one have prices of their own. A chain's
+    first draft is of the pass over rows, each further one of a draft step, a tree of one pass."""
+    target = PriceTable(no_graphs, {}, line(1.0), line(2.0), 3, 4)
+    extend = PriceTable(no_graphs, {}, line(0.1), line(50.0), 0.3, 0.4)
+    passes: dict[Any, PassPrices] = {n: PassPrices(line(5.0 * n), 0.6 * n) for n in (1, 2)}
+    if shape is not None:
+        passes[shape] = PassPrices(line(7.0), 0.7)
     rounds = MeasuredRoundPrices(target, DraftPrices(extend, passes), tree=shape)
-    for num_reqs, num_cut, prompts_fed in itertools.product((1, 3, 8), (0, 2), (0, 32)):
-        rows = num_reqs * width - num_cut
-        cost = rounds.cost(num_reqs, shape.num_drafts, rows, prompts_fed)
-        expected = 1.0 * (rows + prompts_fed) + 2.0 * (rows + (prompts_fed > 0))
-        expected += 0.1 * (num_reqs * paths + prompts_fed) + 7.0 * num_reqs
-        assert cost.rows_ms == pytest.approx(expected)
-        kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths + 0.7
-        assert cost.kv_ms == pytest.approx(kv_ms)
-    table = TileSpec(rounds, packs_in_graphs=False).table(StepCase(3), shape.num_drafts)
-    assert table.rows[-1] == 3 * width
-    assert table.costs_ms[-1] == pytest.approx(rounds.cost(3, shape.num_drafts, 3 * width).rows_ms)
+    numbers = range(4) if shape is None else (shape.num_drafts,)
+    for num_reqs, num_drafts, num_cut, prompt_rows in itertools.product(
+        (1, 3, 8), numbers, (0, 1), (0, 32)
+    ):
+        rows = num_reqs * (1 + num_drafts) - num_cut * (num_drafts > 0)
+        paths = rows if shape is None else num_reqs * (1 + shape.max_confirmed)
+        rows_ms = 1.0 * (rows + prompt_rows) + 2.0 * (rows + (prompt_rows > 0))
+        rows_ms += 0.1 * (paths + prompt_rows)
+        kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths / num_reqs
+        if shape is not None:
+            rows_ms, kv_ms = rows_ms + 7.0 * num_reqs, kv_ms + 0.7
+        elif num_drafts:
+            num_steps = num_drafts - 1
+            rows_ms += 50.0 * num_reqs + 5.0 * num_steps * num_reqs
+            kv_ms += 0.6 * num_steps
+        cost = rounds.cost(num_reqs, num_drafts, rows, prompt_rows)
+        assert (cost.rows_ms, cost.kv_ms) == (pytest.approx(rows_ms), pytest.approx(kv_ms))
+        if (num_cut, prompt_rows) == (0, 0):
+            whole_ms = rounds.round_ms(StepCase(num_reqs, 40), num_drafts)
+            assert whole_ms == pytest.approx(rows_ms + 40 * kv_ms)
+    table = TileSpec(rounds, packs_in_graphs=False).table(StepCase(3), numbers[-1])
+    assert table.rows[-1] == 3 * (1 + numbers[-1])
+    whole = rounds.cost(3, numbers[-1], table.rows[-1])
+    assert table.costs_ms[-1] == pytest.approx(whole.rows_ms)
 
 
 def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:

@@ -1,67 +1,91 @@
-"""Tests how prices of a head are measured, and a server that goes by them."""
+"""Tests how prices of a head are measured, and graphs for trees."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE
-from drafted_serving import Drafted, params_of, prompts
-from eagle_models import CONTEXT, eagle_config_for, write_models
+from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE, write_eagle3
 from head_rounds import MAX_REQUESTS, MAX_ROWS, NUM_STEPS, WRITERS, make_head
-from recorded_graphs import recorded_graphs, replayable_backends
+from recorded_graphs import UniformAttention, recorded_graphs, replayable_backends
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
 from sglang.srt.model_executor.runner_group import make_runners
-from sglang.srt.processes.runtime_config import drafter_needs
-from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import StepShape
 from utils import Setup, make_execution, make_random_llama
 
-KINDS = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+SHAPES = [TreeShape(4, 3, 9), TreeShape(3, 1, 2)]
+RAGGED = {"attention_backend": "ragged"}
+
+
+@contextmanager
+def noted_replays() -> Iterator[list[GraphKey]]:
+    """Notes which recorded graphs are replayed while this lasts."""
+    run, replayed = CudaGraphRunner.run, list[GraphKey]()
+
+    def replay(graphs: Any, key: GraphKey, batch: Any) -> Any:
+        replayed.append(key)
+        return run(graphs, key, batch)
+
+    counting = mock.patch.object(CudaGraphRunner, "run", replay)
+    with recorded_graphs(), replayable_backends(), counting:
+        yield replayed
 
 
 @pytest.mark.long_matrix
-@KINDS
+@pytest.mark.parametrize("shapes", [NUM_STEPS, SHAPES], ids=["chains", "trees"])
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_what_a_head_does_in_a_round_is_timed(tmp_path: Path, kind: str, has_graphs: bool) -> None:
-    """Each graph that serves steps is timed by a replay; passes of each number of draft steps."""
+def test_what_a_head_does_in_a_round_is_timed(
+    tmp_path: Path, shapes: Sequence[DraftShape], has_graphs: bool
+) -> None:
+    """Each graph that serves steps is timed by a replay; passes of each shape, of any number of
+    requests, as one graph where there are graphs."""
     target = make_random_llama(tmp_path / "target", num_hidden_layers=8, vocab_size=320)
-    head_path = WRITERS[kind](tmp_path / "head")
-    with recorded_graphs(), replayable_backends():
-        changes = {"attention_backend": "ragged", "max_graph_width": MAX_ROWS} if has_graphs else {}
-        head = make_head(target, head_path, kind, 1, **changes)
-        used: list[bool] = []
-        forward = head.forward
+    head_path, drafted = write_eagle3(tmp_path / "head"), Counter[DraftShape]()
+    with noted_replays() as replayed:
+        changes: Any = {**RAGGED, "max_graph_width": MAX_ROWS} if has_graphs else {}
+        head = make_head(target, head_path, EAGLE3, 1, shapes, **changes)
+        name = "draft" if shapes is NUM_STEPS else "draft_trees"
+        draft = getattr(head, name)
 
-        def noting(batch):  # type: ignore[no-untyped-def]
-            result = forward(batch)
-            used.append(result.used_graph)
-            return result
+        def noting(first: Any, shape: DraftShape) -> Any:
+            drafted[shape] += 1
+            return draft(first, shape)
 
-        with mock.patch.object(head, "forward", noting):
-            prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, NUM_STEPS)
-    assert set(prices.passes) == set(NUM_STEPS)
-    for drafting in prices.passes.values():
-        assert drafting.by_requests.sizes[0] == 1
-        assert min(drafting.by_requests.costs_ms) > 0
+        replayed.clear()
+        with mock.patch.object(head, name, noting):
+            clock = itertools.count(step=1e-5).__next__  # no size is left out for time
+            prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, shapes, clock)
+    assert [*prices.passes] == [*shapes]
+    for shape, drafting in prices.passes.items():
+        curve = drafting.by_requests
+        assert curve.sizes == (1, 2, 4, 8, MAX_REQUESTS)
+        assert min(curve.costs_ms) > 0
+        assert drafted[shape] >= len(curve.sizes)
     assert prices.extend.head.at(1) > 0
-    assert any(used) == has_graphs
-    for num_reqs in (1, 5, MAX_REQUESTS):
-        for width in (1, 2, MAX_ROWS):
-            key = prices.extend.find(num_reqs, width, num_reqs * width)
-            assert (key is not None) == has_graphs
-            assert key is None or prices.extend.graphs_ms[key] > 0
-            assert prices.extend.rows_ms(num_reqs, width, num_reqs * width) > 0
+    num_replayed = sum(key.tag == "draft steps" for key in replayed)
+    assert num_replayed == drafted.total() * has_graphs
+    assert {*prices.extend.graphs_ms} <= {*replayed}
+    assert bool(prices.extend.graphs_ms) == has_graphs
+    for num_reqs, width in itertools.product((1, 5, MAX_REQUESTS), (1, 2, MAX_ROWS)):
+        key = prices.extend.find(num_reqs, width, num_reqs * width)
+        assert (key is not None) == has_graphs
+        assert key is None or prices.extend.graphs_ms[key] > 0
+        assert prices.extend.rows_ms(num_reqs, width, num_reqs * width) > 0
 
 
 class ReadingClock:
@@ -69,11 +93,11 @@ class ReadingClock:
     each look at it."""
 
     def __init__(self) -> None:
-        self._num_planned = self._num_read = self._num_looks = 0
+        self.num_planned = self.num_read = self._num_looks = 0
 
     def __call__(self) -> float:
         self._num_looks += 1
-        return 1e-6 * (self._num_read + self._num_looks)
+        return 1e-6 * (self.num_read + self._num_looks)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -82,11 +106,11 @@ class ReadingClock:
         plan, forward = backend.plan, backend.forward
 
         def planned(self: TorchNativeBackend, batch: ForwardBatch) -> None:
-            clock._num_planned = int(batch.kv_lens.sum())
+            clock.num_planned = int(batch.kv_lens.sum())
             plan(self, batch)
 
         def ran(self: TorchNativeBackend, layer: int, q: torch.Tensor) -> torch.Tensor:
-            clock._num_read += clock._num_planned if layer == 0 else 0
+            clock.num_read += clock.num_planned if layer == 0 else 0
             return forward(self, layer, q)
 
         with mock.patch.multiple(backend, plan=planned, forward=ran):
@@ -118,37 +142,39 @@ def test_a_pass_is_priced_with_all_kv_that_it_reads(
         assert long - short == pytest.approx(of_rows + drafting, abs=0.01)
 
 
-@pytest.mark.long_matrix
-@KINDS
-def test_tokens_are_the_same_where_drafts_follow_measured_prices(tmp_path: Path, kind: str) -> None:
-    paths = write_models(tmp_path)
-    setup = Setup(num_pages=1024, context_len=CONTEXT, max_decode_rows=6)
+def test_graphs_for_trees_have_prices_and_are_those_that_steps_of_trees_are_priced_by(
+    tmp_path: Path,
+) -> None:
+    model, width = make_random_llama(tmp_path / "target"), 8
+    setup = Setup(num_pages=200, max_running_requests=4)
+    with noted_replays() as replayed:
+        more: Any = {**RAGGED, "max_graph_width": width, "max_graph_rows": 32}
+        execution = make_execution(model, setup, 64, width, captures_trees=True, **more)
+        runner = make_runners(execution).target
+        keys = runner.graph_keys
+        assert keys is not None
+        assert keys.have_trees
+        replayed.clear()
+        prices = PriceMeter(runner, 4, width).measure()
+    assert prices.graphs_ms.keys() == {*priced_graphs(runner, width)} == {*keys.all}
+    assert {key for key in keys.all if key.has_tree and key.tag != "mixed"} <= {*replayed}
+    for num_reqs, widest in itertools.product((1, 3, 4), (1, 2, width)):
+        for num_rows in {num_reqs, num_reqs + widest - 1, num_reqs * widest}:
+            found = prices.find(num_reqs, widest, num_rows)
+            assert found == keys.find_shape(num_reqs, widest, num_rows, has_tree=widest > 1)
+            assert found is not None
+            assert prices.rows_ms(num_reqs, widest, num_rows) == prices.graphs_ms[found]
 
-    def serve(with_head: bool) -> tuple[list[list[int]], Drafted]:
-        drafter, prices = None, None
-        if with_head:
-            drafter = eagle_config_for(paths["target"], paths[kind], kind, 3, "load_aware")
-        needs = drafter_needs(drafter)
-        assert needs.needs_prices == with_head
-        execution = make_execution(
-            paths["target"],
-            setup,
-            CONTEXT,
-            needs.max_rows,
-            row_width=setup.row_width,
-            capture=needs.capture,
-        )
-        group = make_runners(execution, *drafter_models(drafter, execution))
-        if with_head:
-            target: ModelRunner = group.target
-            prices = PriceMeter(target, setup.max_running_requests, needs.max_rows).measure()
-        harness = Drafted(group, drafter, setup, checks_kv=with_head, prices=prices)
-        ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
-        harness.run()
-        harness.check()
-        return [harness.outputs[req_id].token_ids for req_id in ids], harness
 
-    right, _ = serve(False)
-    found, harness = serve(True)
-    assert found == right
-    assert harness.num_steps > 10
+def test_trees_that_replay_no_graph_are_priced_without_one(tmp_path: Path) -> None:
+    model = make_random_llama(tmp_path / "target")
+    setup = Setup(num_pages=200, max_running_requests=4)
+    with recorded_graphs(), replayable_backends():
+        more = {"attention_backend": "uniform", "max_graph_width": 8}
+        known = UniformAttention.capabilities()
+        without = replace(known, captures_trees=False)
+        with mock.patch.object(UniformAttention, "capabilities", return_value=without):
+            execution = make_execution(model, setup, 64, 8, captures_trees=True, **more)
+            find = graph_finder(make_runners(execution).target)
+    assert find(3, 1, 3) is not None
+    assert find(3, 8, 24) is None

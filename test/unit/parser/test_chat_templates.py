@@ -1,4 +1,4 @@
-"""Where templates come from, and what one may take."""
+"""Sources of chat templates, and the limits of one."""
 
 from __future__ import annotations
 

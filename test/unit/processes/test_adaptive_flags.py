@@ -42,7 +42,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where FILE is; messages have the name as it was given."""
+    """Makes the folder that holds FILE; messages have the name as it was given."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -141,7 +141,7 @@ def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name:
 
 
 def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None:
-    """Where fewer tokens than allowed are fed, their rows fill tiles, or the graph before."""
+    """Checks that fewer tokens than allowed are fed only to fill tiles, or the graph before."""
     num_rows, gap = step.decodes.num_rows + num_lookahead, best - room
     num_rows += sum(count + ahead for _, count, ahead in step.prompts)
     if gap < ROW_TILE and (num_rows + room) % ROW_TILE == 0:
@@ -165,14 +165,6 @@ def test_a_smaller_graph_is_filled_where_attention_leaves_the_next_one_nearly_em
     for max_ms, expected in ((29.0, 256), (32.5, 400), (31.9, 256), (17.0, 232)):
         allowance = bounded(prices, max_ms).open(StepShape(1, 1, 0, 0), True)
         assert allowance.room_for(30_000, 400) == expected, max_ms
-
-
-def test_without_a_bound_or_without_prices_every_step_gets_the_largest_chunk() -> None:
-    busy = StepShape(64, 1, 960, 960, 10**6, 10**7)
-    for budget in (PromptBudget(777, GPU, 0.0), PromptBudget(777, None, 40.0)):
-        assert budget.open(busy, True).room_for(10**6, 10**6) == 777
-        assert budget.open(NO_DECODES, True).room_for(0, 10**6) == 777
-    assert PromptBudget(777, GPU, 40.0).open(busy, True).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("slowness", [0.8, 1.0, 1.3, 1.9])
@@ -205,8 +197,11 @@ def test_one_step_that_met_a_disturbance_does_not_starve_prompts() -> None:
     assert allowance.price_ms >= 0.8 * 40.0 / MAX_EXCESS
 
 
-def test_without_a_bound_nothing_has_a_price() -> None:
-    allowance = PromptBudget(512).open(StepShape(1, 1, 1, 1), True)
-    allowance.take(0, allowance.room_for(0, 600))
-    assert (allowance.num_taken, allowance.price_ms) == (512, None)
-    assert bounded(GPU, 40.0).open(StepShape(1, 1, 1, 1), True).price_ms is None, "No prompt."
+def test_without_a_bound_or_prices_steps_get_the_largest_chunk_and_have_no_price() -> None:
+    busy = StepShape(64, 1, 960, 960, 10**6, 10**7)
+    for budget in (PromptBudget(777, GPU, 0.0), PromptBudget(777, None, 40.0)):
+        for decodes in (busy, NO_DECODES):
+            allowance = budget.open(decodes, True)
+            allowance.take(10**6, allowance.room_for(10**6, 10**6))
+            assert (allowance.num_taken, allowance.price_ms) == (777, None)
+    assert PromptBudget(777, GPU, 40.0).open(busy, True).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS

@@ -1,4 +1,4 @@
-"""Who gets the prompt tokens of a step: long prompts, short ones beside them, newcomers."""
+"""Shares of a step's prompt tokens: long prompts, short ones beside them, newcomers."""
 
 from __future__ import annotations
 

@@ -159,7 +159,8 @@ def test_what_is_learnt_is_what_paths_say(
     num_drafts: int, breadth: int, corpus_budget: int | None
 ) -> None:
     """Feeds parts of trees of any number of branches: a node was tried if it was fed and the one
-    before it in its branch was right. Requests without drafts and padding teach nothing."""
+    before it in its branch was right. Requests without drafts, steps that emit nothing and padding
+    teach nothing."""
     luck, confidence = random.Random(num_drafts), confidence_for(num_drafts, corpus_budget)
     tried, right = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
     for _ in range(40):
@@ -186,7 +187,8 @@ def test_what_is_learnt_is_what_paths_say(
                 right[cell] += (own_branch, place) in path
         width = max(map(len, paths))
         padded = [path + [-1] * (width - len(path)) for path in paths]
-        num_right = torch.tensor([len(path) - 1 for path in paths])
+        pairs = zip(paths, fed, strict=True)  # a step that emits nothing has -1 right drafts
+        num_right = torch.tensor([len(path) - 1 if count else -1 for path, count in pairs])
         told = torch.tensor(padded, dtype=torch.int32)
         confidence.learn(torch.tensor(rows), torch.tensor(fed), num_right, told)
     for each, counts in ((tried, confidence.trials.tried), (right, confidence.trials.right)):
@@ -194,14 +196,6 @@ def test_what_is_learnt_is_what_paths_say(
         assert kept
         found_counts = {tuple(cell.tolist()): int(counts[tuple(cell)]) for cell in counts.nonzero()}
         assert found_counts == kept
-
-
-def test_steps_that_emit_nothing_teach_nothing() -> None:
-    confidence = confidence_for(5)
-    order_of(confidence, [0, 1], [[3, 1], [3, 1]])
-    rows, nothing = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
-    confidence.learn(rows, nothing, nothing - 1, torch.full((2, 3), -1, dtype=torch.int32))
-    assert not confidence.trials.tried.any()
 
 
 def test_chances_become_those_of_the_text() -> None:
@@ -240,15 +234,3 @@ def test_before_anything_is_known_the_first_branch_is_the_likeliest(length: int)
     assert order[:3] == [(0, 0), (0, 1), (0, 2)]
     for branch, place in order:
         assert order.index((0, place)) <= order.index((branch, place))
-
-
-def test_where_the_first_branch_is_right_a_tree_is_a_chain() -> None:
-    num_drafts, rows = 8, list(range(8))
-    confidence, lens = confidence_for(num_drafts), [[12, 1, 1, 1]] * 8
-    for _ in range(60):
-        order = order_of(confidence, rows, lens).order[0].tolist()
-        num_right = sum(place < num_drafts for place in order)
-        path = [0, *(1 + order.index(place) for place in range(num_right))]
-        fed, right = torch.full((8,), num_drafts), torch.full((8,), num_right)
-        confidence.learn(torch.tensor(rows), fed, right, torch.tensor([path] * 8))
-    assert order_of(confidence, rows, lens).order.tolist() == [list(range(num_drafts))] * 8

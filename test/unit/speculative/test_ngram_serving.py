@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.lookahead.contract import StepPlan
-from sglang.srt.lookahead.matched_drafts import class_of
+from sglang.srt.lookahead.matched_drafts import class_of, right_places
 from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.speculative.drafter import ComputedStep
@@ -258,15 +260,9 @@ def test_how_many_are_drafted_by_load_is_learnt_of_drafts_that_a_budget_leaves(
     right = right_tokens(target)
     drafter = ngram_config(5, tier_policy="matched", corpus=right, corpus_budget=2)
     harness = Served(target, drafter, setup_for(5), FREE_ROWS)
-    policy = harness.planner.policy
-    observe, told = policy.observe, Counter[int]()
-
-    def noted(outcome: StepOutcome) -> None:
-        told.update(count for count in outcome.num_fed if count)
-        observe(outcome)
-
-    policy.observe = noted
-    serve(harness, right)
+    with heard_drafts(harness) as heard:
+        serve(harness, right)
+    told = Counter(count for _, count, _ in heard)
     assert told[2] > 20, told
     assert sum(told[count] for count in (3, 4, 5)) > 20, told
 
@@ -382,6 +378,23 @@ def test_long_matches_are_trusted_more_than_none(target: Path, breadth: int) -> 
     assert written.unique().numel() > 10
 
 
+@contextmanager
+def heard_drafts(harness: Served) -> Iterator[list[tuple[int, int, Collection[int]]]]:
+    """Notes what the policy hears of each request while this lasts: the class of its match, how
+    many drafts it fed, and the places of the right ones."""
+    policy, heard = harness.planner.policy, list[tuple[int, int, Collection[int]]]()
+    observe = policy.observe
+
+    def noted(outcome: StepOutcome) -> None:
+        observe(outcome)
+        for index, num_fed in enumerate(outcome.num_fed):
+            if num_fed:
+                heard.append((outcome.kinds[index].match, num_fed, right_places(outcome, index)))
+
+    with mock.patch.object(policy, "observe", noted):
+        yield heard
+
+
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 @pytest.mark.parametrize("overlap", [True, False])
@@ -392,11 +405,13 @@ def test_how_much_is_drafted_follows_prices_and_matches(
     for prices in (FREE_ROWS, SLOW_ROWS, DEAR_ROWS):
         drafter = ngram_config(5, breadth, tier_policy="matched")
         harness = Served(target, drafter, setup_for(5, enable_overlap=overlap), prices)
-        serve(harness, right_tokens(target), seed=1)
+        with heard_drafts(harness) as heard:
+            serve(harness, right_tokens(target), seed=1)
         fed.append(harness.seen["fed"])
         if prices is FREE_ROWS:
-            trials = [each.trials for each in harness.planner.policy._chances]
-            shares = [each[0].right / max(1, each[0].tried) for each in trials]
+            tried = Counter(match for match, _, _ in heard)
+            right = Counter(match for match, _, places in heard if 0 in places)
+            shares = [right[match] / max(1, tried[match]) for match in range(5)]
             assert shares[4] > 2 * max(shares[:2]), shares
     assert fed[0] > fed[1] > 4 * fed[2], fed
 
@@ -422,11 +437,10 @@ def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) 
                 fed.update(range(1, 1 + count))
 
     harness.listeners.append(note)
-    serve(harness, right_tokens(target))
-    trials = [each.trials for each in harness.planner.policy._chances]
-    for place in range(7):
-        assert sum(each[place].right for each in trials) == right[1 + place]
-        assert sum(each[place].tried for each in trials) == fed[1 + place]
+    with heard_drafts(harness) as heard:
+        serve(harness, right_tokens(target))
+    assert Counter(1 + place for _, count, _ in heard for place in range(count)) == fed
+    assert Counter(1 + place for _, _, places in heard for place in places) == right
     assert right.total() == harness.seen["confirmed"] == int(learnt(harness).right.sum())
     assert harness.seen["moved"] > 3, harness.seen
 

@@ -16,46 +16,34 @@ FALLING_MS = {key: 14.9 if key.num_tokens == 448 else key.num_tokens / 40 + 1 fo
 GRAPHS = PriceTable(KEYS.find_shape, FALLING_MS, Curve((1280, 2560), (40.0, 70.0)), NOTHING)
 
 
-def graph_price(num_reqs: int, widest: int, num_rows: int) -> float:
-    return GRAPHS.price_ms(StepShape(num_reqs, widest, num_rows, 0))
-
-
 @pytest.mark.parametrize(
-    ("num_rows", "padded_to"),
-    [(129, 160), (161, 192), (257, 288), (300, 320), (385, 448), (448, 448), (449, 512)],
+    ("num_reqs", "widest", "num_rows", "expected"),
+    [
+        *((128, 4, rows, size / 40 + 1) for rows, size in [(129, 160), (161, 192), (449, 512)]),
+        (128, 4, 385, 14.9),  # 448 rows were measured to cost more than 512
+        (128, 4, 448, 14.9),
+        (121, 1, 121, 128 / 40 + 1),  # plain decoding has graphs of its own
+        (121, 2, 122, 160 / 40 + 1),
+        (2, 2000, 2001, 40 + 30 * 721 / 1280),  # beyond all graphs
+        (2, 9000, 9001, 70 + 30 * 6441 / 1280),
+    ],
 )
 def test_a_step_costs_what_the_graph_costs_that_it_is_padded_to(
-    num_rows: int, padded_to: int
+    num_reqs: int, widest: int, num_rows: int, expected: float
 ) -> None:
-    expected = 14.9 if padded_to == 448 else padded_to / 40 + 1
-    assert graph_price(128, 4, num_rows) == expected, "448 rows were measured to cost more than 512"
+    found = GRAPHS.price_ms(StepShape(num_reqs, widest, num_rows, 0))
+    assert found == pytest.approx(expected)
 
 
-def test_plain_decoding_has_graphs_of_its_own() -> None:
-    assert graph_price(121, 1, 121) == 128 / 40 + 1
-    assert graph_price(121, 2, 122) == 160 / 40 + 1
-
-
-def test_steps_beyond_all_graphs_have_a_price_too() -> None:
-    assert graph_price(2, 2000, 2001) == pytest.approx(40 + 30 * 721 / 1280)
-    assert graph_price(2, 9000, 9001) > 200
-
-
-def test_kv_is_paid_by_what_is_read_and_by_rows_that_see_it() -> None:
-    table = PriceTable(no_graphs, {}, Curve((1,), (2.0,)), NOTHING, kv_ms=1e-3, row_kv_ms=1e-4)
-    assert table.price_ms(StepShape(1, 1, 1, 1, 1000, 3000)) == pytest.approx(2.0 + 1.0 + 0.3)
-
-
-def test_chunks_of_prompts_have_a_price_of_their_own_for_what_they_see() -> None:
-    kv_ms = Curve((100, 200, 400), (1e-3, 1e-3, 2e-3))
-    table = PriceTable(no_graphs, {}, Curve((1,), (0.0,)), NOTHING, 1.0, 1.0, prompt_kv_ms=kv_ms)
+def test_kv_is_paid_by_what_is_read_and_by_rows_that_see_it_and_prompts_by_chunks() -> None:
+    kv_ms, rows = Curve((100, 200, 400), (1e-3, 1e-3, 2e-3)), Curve((1,), (2.0,))
+    table = PriceTable(no_graphs, {}, rows, Curve((1,), (0.5,)), 1e-2, 1e-4, kv_ms)
+    shape = StepShape(1, 1, 1, 1, 1000, 3000)
+    assert table.price_ms(shape) == pytest.approx(2.0 + 0.5 + 10.0 + 0.3)
     few, many = PromptChunk(5000, 3), PromptChunk(1000, 300)
-    assert few.ms(table.prompt_kv_ms) == pytest.approx(5002 * 1e-3)
-    assert many.ms(table.prompt_kv_ms) == pytest.approx(1150.5 * 1.5e-3)
-    shape = StepShape(1, 1, 1, 1, prompts=(few, many, many))
-    assert table.price_ms(shape) == pytest.approx(
-        few.ms(table.prompt_kv_ms) + 2 * many.ms(table.prompt_kv_ms)
-    )
+    more_ms = 5002 * 1e-3 + 2 * 1150.5 * 1.5e-3
+    shape = shape._replace(prompts=(few, many, many))
+    assert table.price_ms(shape) == pytest.approx(12.8 + more_ms)
 
 
 @pytest.mark.parametrize(("position", "num_rows"), [(0, 1), (0, 7), (100, 1), (31, 12)])

@@ -80,7 +80,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Where a trainer listens, or does not."""
+    """Address of a trainer that listens, or does not."""
 
     port: int
     world_size: int = 2

@@ -79,7 +79,7 @@ def runner(tied: Pair) -> ModelRunner:
 
 @pytest.fixture
 def temp_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary directories are made."""
+    """Makes the folder of temporary directories."""
     path = tmp_path / "temp"
     path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(path))
