@@ -152,8 +152,8 @@ def test_tokens_are_the_same_in_any_company_and_on_both_kinds_of_servers(
 def test_logprobs_are_those_of_a_second_forward_pass_bit_for_bit(
     served: Served, requests: list[dict[str, Any]], ahead: dict[str, Any]
 ) -> None:
-    """Of the tokens and of the best ones; half of the requests beside are not deterministic, where
-    requests have to ask."""
+    """Compares the tokens' and the best ones'; where requests have to ask, half of those beside are
+    not deterministic."""
     if ahead and served.drafter != "plain":
         pytest.skip("A server with a drafter predicts from no masks.")
     are_fixed = [index % 4 < 2 for index in range(len(requests))]

@@ -81,7 +81,7 @@ def test_nothing_but_a_truth_value_is_one(server: Server, value: Any) -> None:
 
 
 def test_predictions_that_nobody_verifies_are_not_deterministic(server: Server) -> None:
-    """How many of them a request is given may depend on the load."""
+    """The load may decide how many of them a request is given."""
     limits = replace(limits_of(enable_deterministic_requests=True), mtp_max_k=8)
     unverified = {"deterministic": True, "mtp_enabled": True, "temperature": 0}
     with pytest.raises(RequestError, match="deterministic: needs mtp_verify: true"):

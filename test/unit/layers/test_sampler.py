@@ -545,8 +545,8 @@ def test_no_rows_give_no_tokens() -> None:
 def test_logprobs_have_the_bits_of_prompts_where_that_is_asked_for(
     picks: list[int] | None, dtype: torch.dtype
 ) -> None:
-    """Of greedy rows and those of temperature 1, alone or beside any; of all that is queried, with
-    a token that is never emitted."""
+    """They do in greedy rows and those of temperature 1, alone or beside any, for all that is
+    queried, with a token that is never emitted."""
     sampler = Sampler(torch.device("cpu"), (3,))
     logits = torch.randn(6, 400, generator=torch.Generator().manual_seed(0)) * 3
     logits[:, 3] = 9.0  # its share would show

@@ -330,7 +330,7 @@ def test_rounds_and_steps_replay_graphs_of_their_orders(
 def test_logprobs_are_those_of_a_second_forward_pass_bit_for_bit(
     paths: dict[str, Path], kind: str | None, changes: dict[str, Any]
 ) -> None:
-    """Of greedy tokens and of those drawn at temperature 1, beside requests of all kinds."""
+    """Compares greedy tokens and those drawn at temperature 1, beside requests of all kinds."""
     with both_orders_on_a_cpu(row_by_row=True):
         harness = Mixed(paths, kind, setup_of(**changes), "fixed").harness
     options, sent = LogprobOptions(0, 3, [1, 7]), {}
