@@ -49,22 +49,15 @@ class AdaptiveConfigError(ValueError):
 
 
 class SlotNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers that may be beside slots and in each.
+    """Numbers that may be beside slots and in each."""
 
-    Attributes:
-        up_hysteresis: correct drafts beyond the threshold that more steps need.
-        down_hysteresis: correct drafts by which the threshold for fewer steps is raised.
-        ceiling_coeff: steps per correct draft that are not exceeded; 0 for no such limit.
-        ema_alpha: weight of the last round in the moving average.
-        warmup_batches: rounds before the first interval begins.
-        update_interval: rounds of an interval, at whose end the slot decides.
-    """
-
-    up_hysteresis: Hysteresis = 0.0
-    down_hysteresis: Hysteresis = -0.25
+    up_hysteresis: Hysteresis = 0.0  # correct drafts beyond the threshold that more steps need
+    down_hysteresis: Hysteresis = -0.25  # by which the threshold for fewer steps is raised
+    # Steps per correct draft that are not exceeded; 0 for no such limit.
     ceiling_coeff: Annotated[float, Meta(ge=0, le=MAX_COEFF)] = 0.0
-    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2
-    warmup_batches: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = 10
+    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2  # weight of the last round in the average
+    warmup_batches: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = 10  # before the first interval
+    # Rounds of an interval, at whose end the slot decides.
     update_interval: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = 5
 
 
@@ -75,24 +68,16 @@ class SlotEntries(SlotNumbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class AdaptiveSlot(SlotEntries, frozen=True, kw_only=True):
-    """Says how batches of some sizes choose their steps; `next_steps` has the rule.
+    """Says how batches of some sizes choose their steps (`next_steps`), candidates ascending."""
 
-    Attributes:
-        min_batch_size: requests of the smallest batch, as the file has it.
-        candidate_steps: ascending, each once, from 0 to MAX_NUM_STEPS.
-    """
-
-    min_batch_size: int
+    min_batch_size: int  # as the file has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveConfig:
-    """
-    Attributes:
-        slots: by ascending batch size, at least one.
-    """
+    """Slots of batch sizes."""
 
-    slots: tuple[AdaptiveSlot, ...]
+    slots: tuple[AdaptiveSlot, ...]  # by ascending batch size, at least one
 
     def slot_index(self, batch_size: int) -> int:
         """The slot in `slots` that serves batches of this size: the last one that begins at or

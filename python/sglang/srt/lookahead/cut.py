@@ -151,16 +151,10 @@ def _fitted(sizes: Sequence[int], costs_ms: Sequence[float]) -> Segment:
 
 @dataclass(frozen=True, slots=True)
 class LatencyTable:
-    """Milliseconds of rounds by the bucket of rows that they are padded to.
+    """Milliseconds of rounds by the bucket of rows that they are padded to."""
 
-    Attributes:
-        rows: ascending; the most rows that each bucket has room for. The last one has room for all
-            drafts.
-        costs_ms: of each, above 0; a larger bucket may be the cheaper one.
-    """
-
-    rows: tuple[int, ...]
-    costs_ms: tuple[float, ...]
+    rows: tuple[int, ...]  # ascending; room of each bucket, of the last one for all drafts
+    costs_ms: tuple[float, ...]  # of each, above 0; a larger bucket may be the cheaper one
 
     def __post_init__(self) -> None:
         assert self.rows, "A table without buckets."

@@ -29,20 +29,13 @@ from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 @dataclass(kw_only=True, slots=True)
 class SlotState:
-    """The state that a slot has reached.
-
-    Attributes:
-        steps: of its rounds from now on, one of its candidates.
-        ema: correct drafts of a request in a round, lately.
-        num_rounds: rounds counted, also those without drafts.
-        has_drafted: whether its rounds ever had drafts; until then `ema` means nothing.
-    """
+    """The state that a slot has reached."""
 
     slot: AdaptiveSlot
-    steps: int
-    ema: float
-    num_rounds: int = 0
-    has_drafted: bool
+    steps: int  # of its rounds from now on, one of its candidates
+    ema: float  # correct drafts of a request in a round, lately
+    num_rounds: int = 0  # rounds counted, also those without drafts
+    has_drafted: bool  # its rounds ever had drafts; until then `ema` means nothing
 
     @classmethod
     def first(cls, slot: AdaptiveSlot, initial_steps: int) -> SlotState:

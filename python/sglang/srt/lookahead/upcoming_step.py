@@ -26,20 +26,12 @@ def all_have_drafts(kind: Kind, k: int) -> float:
 
 
 class EmittingRequest(NamedTuple):
-    """The wishes of a request that emits in a step.
+    """The wishes of a request that emits in a step."""
 
-    Attributes:
-        kind: None if it accepts all tokens that it predicts (static k, or no look-ahead).
-        k: tokens to predict: the step's own, and as many masks or drafts as it wishes.
-        is_adjustable: the policy may choose a smaller k.
-        pending: tokens to feed before any mask, at most, where masks are fed; 0 if they are the end
-            of its prompt.
-    """
-
-    kind: Kind | None
-    k: int
-    is_adjustable: bool = True
-    pending: int = 1
+    kind: Kind | None  # None: it accepts all that it predicts (static k, or no look-ahead)
+    k: int  # tokens to predict: the step's own, and as many masks or drafts as it wishes
+    is_adjustable: bool = True  # the policy may choose a smaller k
+    pending: int = 1  # tokens to feed before any mask, at most; 0 if they end its prompt
 
     @property
     def can_be_cut(self) -> bool:
@@ -54,26 +46,16 @@ class EmittingRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class UpcomingStep:
-    """A step before its lengths are chosen.
+    """A step before its lengths are chosen."""
 
-    Attributes:
-        emitting: how many requests ask for the same.
-        kv_tokens: tokens with KV of all requests in `emitting`.
-        prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
-        prompt_reqs: requests that feed prompt tokens and emit nothing yet.
-        prompts: the chunks of prompts that it feeds.
-        is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
-        is_fed: the drafter's model has been fed all tokens of the requests in `emitting`.
-    """
-
-    emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)
-    kv_tokens: int = 0
-    prompt_rows: int = 0
-    longest_prompt: int = 0
-    prompt_reqs: int = 0
+    emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)  # how many ask for it
+    kv_tokens: int = 0  # tokens with KV of all these requests
+    prompt_rows: int = 0  # prompt tokens fed, in all
+    longest_prompt: int = 0  # and by one request
+    prompt_reqs: int = 0  # requests that feed prompt tokens and emit nothing yet
     prompts: tuple[PromptChunk, ...] = ()
-    is_packed: bool = False
-    is_fed: bool = True
+    is_packed: bool = False  # the device divides its rows among requests (`Budget.num_rows`)
+    is_fed: bool = True  # the drafter's model has been fed all tokens of those that emit
 
     @classmethod
     def of(
@@ -190,27 +172,15 @@ class UpcomingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """A step of R requests that has been read.
-
-    Attributes:
-        rows: R rows of the page table.
-        num_tried: R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is
-            learnt of it.
-        num_accepted: R counts of those that it accepted. Where the step was cut some may be a
-            guess.
-        num_tokens: given to all requests.
-        num_fed: R counts of drafts that were fed; empty: all that there were.
-        kinds: R; empty where the policy does not go by them.
-        is_adjustable: R flags; see `EmittingRequest`; empty: all are.
-        paths: see `HostResult`.
-    """
+    """A step of R requests that has been read."""
 
     plan: StepPlan
-    rows: Sequence[int]
+    rows: Sequence[int]  # R rows of the page table
+    # R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is learnt of it.
     num_tried: Sequence[int]
-    num_accepted: Sequence[int]
-    num_tokens: int = 0
-    num_fed: Sequence[int] = ()
-    kinds: Sequence[Kind | None] = ()
-    is_adjustable: Sequence[bool] = ()
-    paths: Sequence[Sequence[int]] = ()
+    num_accepted: Sequence[int]  # R; where the step was cut some may be a guess
+    num_tokens: int = 0  # given to all requests
+    num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
+    kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
+    is_adjustable: Sequence[bool] = ()  # R; see `EmittingRequest`; empty: all are
+    paths: Sequence[Sequence[int]] = ()  # see `HostResult`

@@ -18,12 +18,8 @@ ABSENT = -1.0  # the score of a node that cannot be had; below all others
 
 
 class Trials:
-    """Counts on the device, by cells. Nothing waits for it.
-
-    Attributes:
-        tried: float32, of the shape of the prior; drafts that were fed, all before them being
-            right.
-        right: likewise; of these, the right ones.
+    """Counts on the device, by cells: of the drafts that were `tried`, all before them being right,
+    those that were `right`, both float32 of the shape of the prior. Nothing waits for it.
 
     Args:
         prior: float32; the chance that a draft of each cell is right, before any was tried.
@@ -105,21 +101,13 @@ class MatchConfidence:
 
 class OrderedNodes(NamedTuple):
     """The nodes but the root of R trees, each tree's likeliest ones first, so that any first ones
-    are a tree.
+    are a tree."""
 
-    Attributes:
-        order: [R, D] int64; the place of each among all tokens found, D of each branch, branch by
-            branch.
-        parents: [R, D] int32; see `DraftTrees.write`.
-        scores: [R, D] float32; that a node and all that it follows are right. None is greater than
-            the one before it. After the nodes that there are they are 0.
-        counts: [R] int64; nodes that there are, D unless the budget of the corpus leaves fewer.
-    """
-
-    order: torch.Tensor
-    parents: torch.Tensor
+    order: torch.Tensor  # [R, D] int64; places among the tokens found, D of each branch in turn
+    parents: torch.Tensor  # [R, D] int32; see `DraftTrees.write`
+    # [R, D] float32, never rising; that a node and all that it follows are right, 0 of no node.
     scores: torch.Tensor
-    counts: torch.Tensor
+    counts: torch.Tensor  # [R] int64; nodes, D unless the budget of the corpus leaves fewer
 
 
 class BranchConfidence:
