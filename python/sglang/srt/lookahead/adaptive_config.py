@@ -80,8 +80,7 @@ class AdaptiveConfig:
     slots: tuple[AdaptiveSlot, ...]  # by ascending batch size, at least one
 
     def slot_index(self, batch_size: int) -> int:
-        """The slot in `slots` that serves batches of this size: the last one that begins at or
-        below it, or the first one."""
+        """The place in `slots` of the one that serves batches of this size."""
         above = bisect_right(self.slots, batch_size, key=lambda slot: slot.min_batch_size)
         return max(0, above - 1)
 
@@ -113,14 +112,8 @@ class AdaptiveConfig:
 
 
 def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
-    """
-    Args:
-        name_or_path: one of PRESETS, else a path; None for DEFAULT_PRESET. A file that has a
-            preset's name is reached as ./NAME.
-
-    Raises:
-        AdaptiveConfigError: for a file that cannot be read or says what cannot be met.
-    """
+    """Reads one of PRESETS, else a path; None: DEFAULT_PRESET. A file that has a preset's name is
+    reached as ./NAME. Raises `AdaptiveConfigError` if it cannot be read or used."""
     name = DEFAULT_PRESET if name_or_path is None else name_or_path
     place = f"{CONFIG_FLAG} {name if name.isprintable() else repr(name)}"
     path = PRESETS_DIR / f"{name}.json" if name in PRESETS else Path(name)
@@ -133,14 +126,7 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
 
 
 def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
-    """
-    Args:
-        data: a file's content.
-        place: what messages call it.
-
-    Raises:
-        AdaptiveConfigError: for what is not valid.
-    """
+    """Reads a file's content, which messages call `place`."""
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
