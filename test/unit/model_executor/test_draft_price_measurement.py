@@ -18,9 +18,8 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.model_executor.price_measurement import PriceMeter, measure_draft_prices
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models

@@ -17,8 +17,12 @@ from head_rounds import MAX_REQUESTS, MAX_ROWS, WRITERS, make_head
 from recorded_graphs import UniformAttention, recorded_graphs, replayable_backends
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
-from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
+from sglang.srt.model_executor.price_measurement import (
+    PriceMeter,
+    graph_finder,
+    measure_draft_prices,
+    priced_graphs,
+)
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.step.draft_shapes import TreeShape
 from utils import Setup, make_execution, make_random_llama

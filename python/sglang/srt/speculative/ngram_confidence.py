@@ -31,8 +31,7 @@ class Trials:
         self._prior_right = PRIOR_TRIALS * prior
 
     def add(self, cells: torch.Tensor, tried: torch.Tensor, right: torch.Tensor) -> None:
-        """Drafts whose cells, in the flattened counts, are `cells` int64; all of one shape, `tried`
-        and `right` bool."""
+        """Adds drafts, of one shape: int64 cells in the flattened counts, `tried`, `right` bool."""
         for counts, were in ((self.tried, tried), (self.right, right)):
             counts.view(-1).index_add_(0, cells.flatten(), were.flatten().to(counts.dtype))
         share = (WINDOW / self.tried.clamp(min=1.0)).clamp(max=1.0)
@@ -45,11 +44,8 @@ class Trials:
 
 
 class MatchConfidence:
-    """Chances of chains, by class and place in the chain. Classes are of matches, unless chains
-    have other scores.
-
-    Attributes:
-        trials: [C, D]
+    """Chances of chains, by class and place in the chain: `trials` are [C, D]. Classes are of
+    matches, unless chains have other scores.
 
     Args:
         num_rows: rows of the token table, padding included.
@@ -78,13 +74,8 @@ class MatchConfidence:
         self._padding_row = padding_row
 
     def learn(self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor) -> None:
-        """Learns which of the drafts that `proposed` last heard of were right.
-
-        Args:
-            rows: [R] int64.
-            num_fed: [R] int64; drafts of each that the step fed, 0 where there were none.
-            num_right: [R] int64; how many of the first ones were right.
-        """
+        """Learns how many of the drafts that `proposed` last heard of were fed, and of the first
+        ones right; all [R] int64."""
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         num_right, places = num_right[:, None], self._places
         tried = (places < num_fed) & (places <= num_right)
@@ -92,8 +83,8 @@ class MatchConfidence:
         self.trials.add(cells, tried, tried & (places < num_right))
 
     def proposed(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[R, D] float32; of drafts with these scores, such as the lengths of the matches that they
-        follow, for `StepOps.write_drafts`; rows [R] int64, scores [R]."""
+        """Returns [R, D] float32 for `StepOps.write_drafts`, of drafts with these scores [R], such
+        as the lengths of the matches that they follow; rows [R] int64."""
         classes = torch.bucketize(scores, self._bounds)
         self._classes[rows] = classes
         return self.trials.chances()[classes]
@@ -112,10 +103,8 @@ class OrderedNodes(NamedTuple):
 
 class BranchConfidence:
     """Chances of trees whose branches part at the root: by whether a branch is the first one, by
-    class of its match, and by place in the branch.
-
-    Attributes:
-        trials: [2, NUM_CLASSES, D]; of first branches, and of all others.
+    class of its match, and by place in the branch. `trials` are [2, NUM_CLASSES, D], of first
+    branches and of all others.
 
     Args:
         num_rows, padding_row: as for `MatchConfidence`.
