@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from sglang.srt.lookahead.cut import (
-    JUMP,
     LEAST_CHANCE,
     MOST_CHANCE,
     Calibration,
     LatencyTable,
-    PiecewiseLinearLatency,
     best_cut,
     compute_optimal_k,
     expected_right,
@@ -166,38 +164,3 @@ def test_pooling_gives_the_closest_values_that_never_fall() -> None:
         least = (weights * (found - values) ** 2).sum()
         for other in itertools.combinations_with_replacement(grid, 4):
             assert least <= (weights * (np.array(other) - values) ** 2).sum() + 1e-12
-
-
-def test_segments_of_an_h100_begin_at_its_cliffs() -> None:
-    latency = PiecewiseLinearLatency.fit([*STAIRCASE], [*STAIRCASE.values()])
-    assert latency.ends == (264, 320, 384, 416, 576)
-    costs = [*STAIRCASE.items()]
-    cliffs = [
-        (rows, larger)
-        for (rows, cost), (larger, more) in itertools.pairwise(costs)
-        if more > (1 + JUMP) * cost
-    ]
-    assert [rows for rows, _ in cliffs] == [*latency.ends[:-1]]
-    assert [segment.first for segment in latency.segments[1:]] == [large for _, large in cliffs]
-    for rows in (1, 64, 128, 192, 256):
-        assert latency.at(rows) == pytest.approx(STAIRCASE[rows], rel=0.06)
-    assert latency.at(270) > latency.at(264) * (1 + JUMP / 2), "a whole tile is computed"
-
-
-def test_planted_segments_are_found() -> None:
-    chooser = random.Random(4)
-    for _ in range(50):
-        sizes, costs, ends = [], [], []
-        size, level = 0, 4.0
-        for _ in range(chooser.randint(1, 5)):
-            slope = chooser.random() * 0.002
-            for _ in range(chooser.randint(1, 6)):
-                size += chooser.choice([8, 16, 32])
-                sizes.append(size)
-                costs.append(level + slope * size)
-            ends.append(size)
-            level = costs[-1] * 1.4
-        found = PiecewiseLinearLatency.fit(sizes, costs)
-        assert found.ends == tuple(ends)
-        for each, cost in zip(sizes, costs, strict=True):
-            assert found.at(each) == pytest.approx(cost)

@@ -8,11 +8,7 @@ n requests that verifies k drafts has n + k rows: one certain token of each requ
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,7 +20,6 @@ NUM_BINS = 32
 BIN_TRIALS = 256.0  # that each bin remembers
 TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
 PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
-JUMP = 0.15  # share by which latency rises where a new segment begins
 
 
 class Calibration:
@@ -92,61 +87,6 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
             total, count = total + other_weight, count + other_count
         pools.append((mean, total, count))
     return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
-
-
-class Segment(NamedTuple):
-    """Numbers of rows, from the first to the last measured, between which latency is a line of
-    `slope` milliseconds per row, and `intercept` at none."""
-
-    first: int
-    last: int
-    slope: float
-    intercept: float
-
-    def at(self, num_rows: int) -> float:
-        """Milliseconds."""
-        return self.intercept + self.slope * num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class PiecewiseLinearLatency:
-    """Milliseconds by rows as lines with cliffs between them: what people see of the GPU's tiles.
-
-    A new segment begins wherever the next size measured takes more than JUMP longer. Within one,
-    the line is that of least squares. `compute_optimal_k` goes by what was measured, a
-    `LatencyTable`, since some sizes cost more than larger ones and no line says so.
-    """
-
-    segments: tuple[Segment, ...]
-
-    @classmethod
-    def fit(cls, sizes: Sequence[int], costs_ms: Sequence[float]) -> PiecewiseLinearLatency:
-        """From at least one size; sizes ascend."""
-        starts = [0]
-        for index, (before, after) in enumerate(itertools.pairwise(costs_ms)):
-            if after > before * (1 + JUMP):
-                starts.append(index + 1)
-        ends = [*starts[1:], len(sizes)]
-        pieces = map(slice, starts, ends)
-        return cls(tuple(_fitted(sizes[piece], costs_ms[piece]) for piece in pieces))
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The last number of rows of each segment."""
-        return tuple(segment.last for segment in self.segments)
-
-    def at(self, num_rows: int) -> float:
-        """Milliseconds of a number of rows: between two segments those of the later one, since a
-        GPU computes whole tiles, and beyond the last one as its line goes on."""
-        index = bisect.bisect_left(self.ends, num_rows)
-        return self.segments[min(index, len(self.segments) - 1)].at(num_rows)
-
-
-def _fitted(sizes: Sequence[int], costs_ms: Sequence[float]) -> Segment:
-    x, y = np.asarray(sizes, np.float64), np.asarray(costs_ms, np.float64)
-    spread = ((x - x.mean()) ** 2).sum()
-    slope = float(((x - x.mean()) * (y - y.mean())).sum() / spread) if spread else 0.0
-    return Segment(sizes[0], sizes[-1], slope, float(y.mean() - slope * x.mean()))
 
 
 @dataclass(frozen=True, slots=True)
