@@ -25,6 +25,7 @@ from sglang.srt.lookahead.tile_spec import (
     LOOK_STEPS,
     TileSpec,
     confirmed_nodes,
+    ordered_scores,
     resampled,
 )
 from sglang.srt.model_executor.graph_keys import GraphKeys
@@ -79,16 +80,19 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
 def test_resampled_scores_are_distributed_as_those_read() -> None:
     rng = np.random.default_rng(0)
     scores = np.cumprod(rng.random((40, DEPTH)), axis=1)
-    assert sorted(resampled(scores, DEPTH, 120)) == sorted(scores.flatten())
+    ordered = ordered_scores(scores, DEPTH)
+    assert ordered.tolist() == resampled(ordered, ordered.size).tolist() == sorted(scores.flatten())
     for longest, count in ((1, 7), (2, 200), (5, 333)):
-        found = resampled(scores, longest, count)
+        found = resampled(ordered_scores(scores, longest), count)
         assert found.shape == (count,)
         if longest <= DEPTH:
             assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
         else:
             assert found.mean() < scores.mean()
     chain = np.array([[0.5, 0.25]] * 3)
-    assert resampled(chain, 4, 4).tolist() == [0.0625, 0.125, 0.25, 0.5], "it goes on alike"
+    assert resampled(ordered_scores(chain, 4), 4).tolist() == [0.0625, 0.125, 0.25, 0.5], (
+        "it goes on alike"
+    )
 
 
 def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:

@@ -48,12 +48,13 @@ class Calibration:
             scores: [n] float, 0 to 1.
             confirmed: [n] bool; whether the draft and all before it were.
         """
-        told, right = bounded_scores(scores), np.asarray(confirmed, np.float64)
+        told, right = bounded_scores(scores), np.asarray(confirmed, np.bool_)
         if told.size == 0:
             return
-        bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        self._tried += np.bincount(bins, minlength=NUM_BINS)
-        self._confirmed += np.bincount(bins, right, minlength=NUM_BINS)
+        bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1) + NUM_BINS * right
+        wrong, confirmed = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        self._tried += wrong + confirmed
+        self._confirmed += confirmed
         kept = np.minimum(1.0, BIN_TRIALS / np.maximum(self._tried, 1.0))
         self._tried *= kept
         self._confirmed *= kept
@@ -72,7 +73,8 @@ class Calibration:
 
 def bounded_scores(values: ArrayLike) -> Floats:
     """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
-    return np.fmin(np.fmax(np.asarray(values, np.float64), 0.0), 1.0)
+    found: Floats = np.fmax(values, 0.0, dtype=np.float64)
+    return np.fmin(found, 1.0)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:
@@ -99,7 +101,7 @@ class LatencyTable:
     def __post_init__(self) -> None:
         assert self.rows, "A table without buckets."
         assert len(self.rows) == len(self.costs_ms), "A bucket has one price."
-        assert all(cost > 0 for cost in self.costs_ms), "A round takes time."
+        assert min(self.costs_ms) > 0, "A round takes time."
 
     @property
     def most_gain(self) -> float:
@@ -123,7 +125,7 @@ def expected_right(chances: ArrayLike) -> Floats:
     """
     ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
     sums = np.zeros(1 + ordered.size)
-    np.cumsum(ordered, out=sums[1:])
+    ordered.cumsum(out=sums[1:])
     return sums
 
 
@@ -152,7 +154,7 @@ def best_cut(
     for rows, cost_ms in zip(table.rows, table.costs_ms, strict=True):
         if most and rows >= num_requests:
             whole = min(rows - num_requests, most)
-            rate = (num_requests + float(right[whole])) / cost_ms
+            rate = (num_requests + right.item(whole)) / cost_ms
             if rate >= best_rate:
                 best, best_rate = whole, rate
     if best_rate <= rate * (1.0 + least_gain):

@@ -82,7 +82,7 @@ class MeasuredRoundPrices:
         num_rows = num_reqs + (num_reqs - num_plain) * num_drafts
         cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
         whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
-        return whole_ms - self.prompts_ms(prompt_rows, num_rows, whole_ms)
+        return whole_ms - (prompt_rows and self.prompts_ms(prompt_rows, num_rows, whole_ms))
 
     def feed_ms(self, upcoming: StepCase) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""

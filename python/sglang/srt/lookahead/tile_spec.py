@@ -75,6 +75,7 @@ class TileSpec:
         self._has_trees = has_trees
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
+        self._ordered = dict[int, Floats]()  # of these scores, by the longest chain
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
         self._num_read = self._num_scored = 0  # steps, and those of them with drafts
@@ -128,29 +129,27 @@ class TileSpec:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
         at least, beside so many rows of prompts; the last bucket is the round that verifies all of
         them."""
-        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        wholes = ((rows, cost.at(case.kv_tokens)) for rows, cost in buckets)
-        costs = [ms - self._rounds.prompts_ms(prompt_rows, rows, ms) for rows, ms in wholes]
-        return LatencyTable(tuple([rows for rows, _ in buckets]), tuple(costs))
+        rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        times = [cost.rows_ms + cost.kv_ms * case.kv_tokens for cost in costs]
+        if prompt_rows:
+            pairs = zip(rows, times, strict=True)
+            times = [ms - self._rounds.prompts_ms(prompt_rows, count, ms) for count, ms in pairs]
+        return LatencyTable(rows, tuple(times))
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> list[tuple[int, LatencyByKV]]:
-        """Rows and cost of each bucket, as they were measured."""
+    ) -> tuple[tuple[int, ...], list[LatencyByKV]]:
+        """Returns the rows and the cost of each bucket, as they were measured."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._packed.target.sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
-        rooms = {self._room(*whole) - prompt_rows for whole in wholes}
+        rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})
+        rows = (*(room for room in rooms if room < most), most)
+        prices = [*[self._packed] * (len(rows) - 1), self._rounds]
+        pairs = zip(prices, rows, strict=True)
         beside = prompt_rows, num_plain
-        return [
-            *(
-                (room, self._packed.cost(num_reqs, num_drafts, room, *beside))
-                for room in sorted(rooms)
-                if room < most
-            ),
-            (most, self._rounds.cost(num_reqs, num_drafts, most, *beside)),
-        ]
+        return rows, [each.cost(num_reqs, num_drafts, room, *beside) for each, room in pairs]
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -165,7 +164,7 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        right = self._expected(self._scores, max(num_drafts), most)
+        right = self._expected(max(num_drafts), most)
         return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
@@ -177,7 +176,7 @@ class TileSpec:
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
             count = (case.num_reqs - case.num_plain) * num_drafts
-            right = self._expected(self._scores, num_drafts, count)
+            right = self._expected(num_drafts, count)
             table = self._table(case, num_drafts, prompt_rows)
             self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
@@ -195,11 +194,14 @@ class TileSpec:
             total_ms += chance * whole_ms / self.gain(upcoming, num_drafts, some)
         return total_ms
 
-    def _expected(self, scores: Floats, longest: int, count: int) -> Floats:
-        """See `expected_right`; of `count` drafts, of chains of `longest`, with such scores."""
+    def _expected(self, longest: int, count: int) -> Floats:
+        """See `expected_right`; of `count` drafts, of chains of `longest`."""
         key = longest, count
         if key not in self._right:
-            chances = self._calibration.predict(resampled(scores, longest, count))
+            if longest not in self._ordered:
+                assert self._scores is not None, "They were read."
+                self._ordered[longest] = ordered_scores(self._scores, longest)
+            chances = self._calibration.predict(resampled(self._ordered[longest], count))
             self._right[key] = expected_right(chances)
         return self._right[key]
 
@@ -222,24 +224,25 @@ class TileSpec:
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
         chains = record.scores.read()[0].numpy()[list(record.rows), : max(num_drafts)]
-        scores = np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
+        told = bounded_scores(chains).cumprod(axis=1)
         if fed and not self._has_trees:
-            self._continue(accepted, fed, num_drafts, scores)
-        told, num_fed = scores, np.array(fed or num_drafts)
-        num_right, paths = np.array(result.accept_lens) - 1, np.array(result.paths)
+            self._continue(accepted, fed, num_drafts, told)
+        num_fed, num_right = np.array(fed or num_drafts), np.array(result.accept_lens) - 1
+        paths: Sequence[Sequence[int]] = result.paths
         if 0 in num_drafts:
             drafting = np.flatnonzero(num_drafts)
             told, num_fed, num_right = told[drafting], num_fed[drafting], num_right[drafting]
-            paths = paths[drafting] if self._has_trees else paths
+            paths = [path for path, count in zip(paths, num_drafts, strict=False) if count]
         places = np.arange(told.shape[1])
         if self._has_trees:
-            confirmed = confirmed_nodes(paths, num_right, told.shape[1])
+            confirmed = confirmed_nodes(np.array(paths), num_right, told.shape[1])
         else:
             confirmed = places < num_right[:, None]
         was_fed = places < num_fed[:, None]
         self._calibration.observe(told[was_fed], confirmed[was_fed])
         if self._num_scored % SCORE_STEPS == 0:
             self._scores = told
+            self._ordered.clear()
             self._right.clear()
         self._num_scored += 1
         return accepted
@@ -249,14 +252,14 @@ class TileSpec:
     ) -> None:
         """Adds to R counts of accepted tokens the drafts of cut chains that would be right."""
         numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
-        cut = [index for index, (taken, n, most) in numbers if taken - 1 == n < most]
-        told = scores[cut]
-        chains = self._calibration.predict(told).tolist()
-        nums_there = np.count_nonzero(told, axis=1).tolist()
+        cut = [index for index, (taken, n, most) in numbers if taken == n + 1 <= most]
+        told, draw = scores[cut], self._lots.random
+        chains, nums_there = self._calibration.predict(told).tolist(), (told > 0).sum(1).tolist()
         for index, chain, num_there in zip(cut, chains, nums_there, strict=True):
-            before = chain[fed[index] - 1] if fed[index] else 1.0
-            for chance in chain[fed[index] : min(num_there, num_drafts[index])]:
-                if self._lots.random() * before >= chance:
+            num_fed = fed[index]
+            before = chain[num_fed - 1] if num_fed else 1.0
+            for chance in chain[num_fed : min(num_there, num_drafts[index])]:
+                if draw() * before >= chance:
                     break
                 before = chance
                 accepted[index] += 1
@@ -277,19 +280,20 @@ def confirmed_nodes(
     return nodes[:, 1:]
 
 
-def resampled(scores: Floats, longest: int, count: int) -> Floats:
-    """[count]; scores that are distributed as those of the first `longest` drafts of each chain.
-    Chains that are shorter are thought of as going on like their last draft.
-
-    Args:
-        scores: [D, S], D and S at least 1.
-        count: at least 1.
-    """
+def ordered_scores(scores: Floats, longest: int) -> Floats:
+    """Ascending scores of the first `longest` drafts of each chain, of [D, S] with D and S at least
+    1. Chains that are shorter are thought of as going on like their last draft."""
     lacking = longest - scores.shape[1]
     if lacking > 0:
         before = scores[:, -2].sum() if scores.shape[1] > 1 else len(scores)
         survival = scores[:, -1].sum() / before if before > 0 else PRIOR_CONFIDENCE
         further = survival ** np.arange(1, lacking + 1)
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
-    ordered = np.sort(scores[:, :longest], axis=None)
+    return np.sort(scores[:, :longest], axis=None)
+
+
+def resampled(ordered: Floats, count: int) -> Floats:
+    """Returns `count` ascending scores, 1 at least, that are distributed as the ordered ones."""
+    if count == ordered.size:
+        return ordered
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
