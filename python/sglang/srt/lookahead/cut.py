@@ -35,8 +35,8 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._tried = np.zeros(NUM_BINS)
-        self._confirmed = np.zeros(NUM_BINS)
+        # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
+        self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
         self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self._chances: Floats | None = None  # of the centres; None: to be computed
         self._num_told = 0
@@ -48,27 +48,31 @@ class Calibration:
             scores: [n] float, 0 to 1.
             confirmed: [n] bool; whether the draft and all before it were.
         """
-        told, right = bounded_scores(scores), np.asarray(confirmed, np.bool_)
+        told = np.asarray(scores, np.float64)
         if told.size == 0:
             return
-        bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1) + NUM_BINS * right
-        wrong, confirmed = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
-        self._tried += wrong + confirmed
-        self._confirmed += confirmed
-        kept = np.minimum(1.0, BIN_TRIALS / np.maximum(self._tried, 1.0))
-        self._tried *= kept
-        self._confirmed *= kept
+        bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        bins[np.asarray(confirmed, np.bool_)] += NUM_BINS
+        found = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        found[0] += found[1]
+        self._counts += found
+        self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
         if self._num_told % TOLD_ANEW == 0:
             self._chances = None
         self._num_told += 1
 
-    def predict(self, scores: ArrayLike) -> Floats:
-        """Chances of the same shape; between the centres of bins they are interpolated."""
+    @property
+    def chances(self) -> Floats:
+        """Those of the centres of bins; another array once they were computed anew."""
         if self._chances is None:
             weights = self._tried + PRIOR_TRIALS
             shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
             self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
-        return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
+        return self._chances
+
+    def predict(self, scores: ArrayLike) -> Floats:
+        """Chances of the same shape; between the centres of bins they are interpolated."""
+        return np.interp(np.asarray(scores, np.float64), self._centres, self.chances)
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
@@ -123,9 +127,13 @@ def expected_right(chances: ArrayLike) -> Floats:
         chances: n float in any order and shape; of each draft, that it and all before it are
             confirmed.
     """
-    ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
-    sums = np.zeros(1 + ordered.size)
-    ordered.cumsum(out=sums[1:])
+    return right_of(np.sort(bounded_scores(chances), axis=None))
+
+
+def right_of(ascending: Floats) -> Floats:
+    """See `expected_right`."""
+    sums = np.zeros(1 + ascending.size)
+    ascending[::-1].cumsum(out=sums[1:])
     return sums
 
 

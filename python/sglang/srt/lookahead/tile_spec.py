@@ -23,7 +23,7 @@ from sglang.srt.lookahead.cut import (
     LatencyTable,
     best_cut,
     bounded_scores,
-    expected_right,
+    right_of,
 )
 from sglang.srt.lookahead.prompt_mix import case_of
 from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
@@ -75,7 +75,8 @@ class TileSpec:
         self._has_trees = has_trees
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        self._ordered = dict[int, Floats]()  # of these scores, by the longest chain
+        # Of the centres of bins, and of these scores, ascending, by the longest chain.
+        self._chances = dict[int, tuple[Floats, Floats]]()
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
         self._num_read = self._num_scored = 0  # steps, and those of them with drafts
@@ -115,7 +116,8 @@ class TileSpec:
             )
         if num_cut > 0:
             size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
-            counts = replace(counts, packed=size)
+            numbers = counts.q_lens, counts.num_read, counts.num_predicted
+            counts = StepCounts(*numbers, counts.emits_only_confirmed, packed=size)
         return counts, True
 
     def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
@@ -198,11 +200,13 @@ class TileSpec:
         """See `expected_right`; of `count` drafts, of chains of `longest`."""
         key = longest, count
         if key not in self._right:
-            if longest not in self._ordered:
+            curve, chances = self._chances.get(longest, (None, None))
+            if chances is None or curve is not self._calibration.chances:
                 assert self._scores is not None, "They were read."
-                self._ordered[longest] = ordered_scores(self._scores, longest)
-            chances = self._calibration.predict(resampled(self._ordered[longest], count))
-            self._right[key] = expected_right(chances)
+                scores = ordered_scores(self._scores, longest)
+                curve, chances = self._calibration.chances, self._calibration.predict(scores)
+                self._chances[longest] = curve, chances
+            self._right[key] = right_of(resampled(chances, count))
         return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
@@ -223,26 +227,26 @@ class TileSpec:
         accepted = [count or 1 for count in result.accept_lens]
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
-        chains = record.scores.read()[0].numpy()[list(record.rows), : max(num_drafts)]
+        chains = record.scores.read()[0].numpy().take(record.rows, 0)[:, : max(num_drafts)]
         told = bounded_scores(chains).cumprod(axis=1)
         if fed and not self._has_trees:
             self._continue(accepted, fed, num_drafts, told)
-        num_fed, num_right = np.array(fed or num_drafts), np.array(result.accept_lens) - 1
+        num_fed, num_taken = np.array(fed or num_drafts), np.array(result.accept_lens)
         paths: Sequence[Sequence[int]] = result.paths
         if 0 in num_drafts:
             drafting = np.flatnonzero(num_drafts)
-            told, num_fed, num_right = told[drafting], num_fed[drafting], num_right[drafting]
+            told, num_fed, num_taken = told[drafting], num_fed[drafting], num_taken[drafting]
             paths = [path for path, count in zip(paths, num_drafts, strict=False) if count]
-        places = np.arange(told.shape[1])
+        numbers = np.arange(1, 1 + told.shape[1])
         if self._has_trees:
-            confirmed = confirmed_nodes(np.array(paths), num_right, told.shape[1])
+            confirmed = confirmed_nodes(np.array(paths), num_taken - 1, told.shape[1])
         else:
-            confirmed = places < num_right[:, None]
-        was_fed = places < num_fed[:, None]
+            confirmed = numbers < num_taken[:, None]
+        was_fed = numbers <= num_fed[:, None]
         self._calibration.observe(told[was_fed], confirmed[was_fed])
         if self._num_scored % SCORE_STEPS == 0:
             self._scores = told
-            self._ordered.clear()
+            self._chances.clear()
             self._right.clear()
         self._num_scored += 1
         return accepted
@@ -254,12 +258,12 @@ class TileSpec:
         numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
         cut = [index for index, (taken, n, most) in numbers if taken == n + 1 <= most]
         told, draw = scores[cut], self._lots.random
-        chains, nums_there = self._calibration.predict(told).tolist(), (told > 0).sum(1).tolist()
-        for index, chain, num_there in zip(cut, chains, nums_there, strict=True):
-            num_fed = fed[index]
-            before = chain[num_fed - 1] if num_fed else 1.0
-            for chance in chain[num_fed : min(num_there, num_drafts[index])]:
-                if draw() * before >= chance:
+        chains = zip(cut, self._calibration.predict(told).tolist(), told.tolist(), strict=True)
+        for index, chain, there in chains:
+            left = slice(fed[index], num_drafts[index])
+            before = chain[left.start - 1] if left.start else 1.0
+            for chance, score in zip(chain[left], there[left], strict=True):
+                if not score or draw() * before >= chance:  # after 0 there are no drafts
                     break
                 before = chance
                 accepted[index] += 1
@@ -293,7 +297,7 @@ def ordered_scores(scores: Floats, longest: int) -> Floats:
 
 
 def resampled(ordered: Floats, count: int) -> Floats:
-    """Returns `count` ascending scores, 1 at least, that are distributed as the ordered ones."""
+    """Returns `count` ascending numbers, 1 at least, that are distributed as the ordered ones."""
     if count == ordered.size:
         return ordered
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]

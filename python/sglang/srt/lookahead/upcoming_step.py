@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -56,6 +55,9 @@ class UpcomingStep:
     prompts: tuple[PromptChunk, ...] = ()
     is_packed: bool = False  # the device divides its rows among requests (`Budget.num_rows`)
     is_fed: bool = True  # the drafter's model has been fed all tokens of those that emit
+    num_reqs: int = field(init=False)  # those that emit
+    num_plain: int = field(init=False)  # of these, who do not look ahead
+    num_new: int = field(init=False)  # and who have just fed the end of their prompts
 
     @classmethod
     def of(
@@ -83,20 +85,13 @@ class UpcomingStep:
             is_fed=is_fed,
         )
 
-    @cached_property
-    def num_reqs(self) -> int:
-        """Returns how many requests emit."""
-        return sum(self.emitting.values())
-
-    @cached_property
-    def num_plain(self) -> int:
-        """Returns how many of them do not look ahead."""
-        return sum([count for request, count in self.emitting.items() if request.k == 1])
-
-    @cached_property
-    def num_new(self) -> int:
-        """Returns how many of them have just fed the end of their prompts."""
-        return sum([count for request, count in self.emitting.items() if request.pending == 0])
+    def __post_init__(self) -> None:
+        num_reqs = num_plain = num_new = 0
+        for request, count in self.emitting.items():
+            num_reqs += count
+            num_plain += count * (request.k == 1)
+            num_new += count * (request.pending == 0)
+        self.__dict__.update(num_reqs=num_reqs, num_plain=num_plain, num_new=num_new)
 
     @property
     def cache_key(self) -> Hashable:
