@@ -53,8 +53,7 @@ class TileSpec:
     Args:
         rounds: what whole rounds cost.
         packs_in_graphs: packed steps replay graphs. If not, they are priced without.
-        fixed: drafts of a request that are verified on average, whatever they are worth; None:
-            those that pay.
+        fixed: see `RoundOptions.tile_spec_drafts`.
         has_trees: drafts are trees, each with its nodes in the order of their scores.
     """
 
@@ -92,15 +91,9 @@ class TileSpec:
         num_drafts: Sequence[int],
         is_probe: bool = False,
     ) -> tuple[StepCounts, bool]:
-        """Returns the counts of the step with the rows that pay, or as they are, and whether the
-        scores of its drafts are wanted. Called once for each step that has drafts, when all before
-        it have been launched.
-
-        Args:
-            counts: of a step that feeds all drafts.
-            num_drafts: see `StepPlan`.
-            is_probe: they are to be tried, whatever they are thought to be worth.
-        """
+        """Returns the counts of a step with the rows that pay, or those of all drafts, and whether
+        their scores are wanted. Called once for each step that has drafts, when all before it have
+        been launched; a probe tries them, whatever they are thought to be worth."""
         case = case_of(batch, num_drafting=len(num_drafts) - num_drafts.count(0))
         [(_, prompt_rows)] = case.prompts
         table = self._table(case, max(num_drafts), prompt_rows)
@@ -121,7 +114,7 @@ class TileSpec:
         return counts, True
 
     def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
-        """See `table`, as it was looked up last."""
+        """Returns `table` as it was looked up last."""
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._known:
             self._known[key] = self.table(case, num_drafts, prompt_rows)
@@ -129,8 +122,7 @@ class TileSpec:
 
     def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
-        at least, beside so many rows of prompts; the last bucket is the round that verifies all of
-        them."""
+        at least, beside rows of prompts; the last bucket is the round that verifies all."""
         rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
         times = [cost.rows_ms + cost.kv_ms * case.kv_tokens for cost in costs]
         if prompt_rows:
@@ -159,8 +151,7 @@ class TileSpec:
         return num_rows if key is None else key.num_tokens
 
     def num_verified(self, table: LatencyTable, num_drafts: Sequence[int], num_decodes: int) -> int:
-        """Returns how many of the drafts pay for `num_decodes` requests; all while nothing is known
-        of any."""
+        """Returns how many of the drafts pay; all while nothing is known of any."""
         most = sum(num_drafts)
         if self._fixed is not None:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
@@ -170,9 +161,8 @@ class TileSpec:
         return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
-        """Returns the tokens per millisecond of rounds that verify the drafts that pay, of chains
-        of `num_drafts`, divided by those of rounds that verify all; beside so many rows of prompts,
-        whatever those of the case are."""
+        """Divides the tokens per millisecond of rounds that verify what pays, of chains of
+        `num_drafts`, by those of rounds that verify all; beside these rows of prompts alone."""
         if self._scores is None or num_drafts == 0:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
@@ -210,15 +200,11 @@ class TileSpec:
         return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
-        """Learns from a step, cut or whole.
-
-        Returns:
-            R counts of tokens that requests accepted, or would have accepted uncut. If all drafts
-            that a cut chain fed were right, its other drafts are drawn at random, each right with
-            its chance given those before it. Otherwise a policy that learns from these counts would
-            take drafts that were cut for wrong ones, or learn from likely drafts alone. Trees are
-            not continued: policies of trees go by paths.
-        """
+        """Learns from a step, cut or whole. Returns R counts of tokens that requests accepted, or
+        would have accepted uncut: if all drafts that a cut chain fed were right, its other drafts
+        are drawn at random, each right with its chance given those before it. Otherwise a policy
+        would take drafts that were cut for wrong ones, or learn from likely drafts alone. Trees are
+        not continued: policies of trees go by paths."""
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
@@ -254,7 +240,7 @@ class TileSpec:
     def _continue(
         self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Floats
     ) -> None:
-        """Adds to R counts of accepted tokens the drafts of cut chains that would be right."""
+        """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
         numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
         cut = [index for index, (taken, n, most) in numbers if taken == n + 1 <= most]
         told, draw = scores[cut], self._lots.random
@@ -272,12 +258,8 @@ class TileSpec:
 def confirmed_nodes(
     paths: NDArray[np.int64], num_confirmed: NDArray[np.int64], num_drafts: int
 ) -> NDArray[np.bool_]:
-    """[D, num_drafts]; whether each draft of D trees is on its confirmed path.
-
-    Args:
-        paths: [D, M]; nodes from the root on, 0; draft j is node j + 1.
-        num_confirmed: [D]; what is after that many drafts of a path means nothing.
-    """
+    """Returns [D, num_drafts]: which drafts of D trees are on their paths [D, M] of nodes from the
+    root, 0, on, of which `num_confirmed` [D] drafts count; draft j is node j + 1."""
     is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
     nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
     nodes[np.arange(len(paths))[:, None], np.where(is_on_path, paths, 0)] = True

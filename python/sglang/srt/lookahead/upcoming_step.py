@@ -121,8 +121,8 @@ class UpcomingStep:
         is_steady: bool = False,
         with_prompts: bool = True,
     ) -> StepShape:
-        """The shape with what is pending now or, if `is_steady`, if the step before had this limit
-        too and all that it predicted is pending, of a packed step in that share of the requests."""
+        """The shape with what is pending now or, if `is_steady`, all that a step of this limit
+        before predicted, of a packed step in that share of the requests."""
         reqs = rows = read = widest = 0
         for request, count in self.emitting.items():
             if not with_prompts and request.pending == 0:
@@ -144,18 +144,12 @@ class UpcomingStep:
         )
 
     def _sizes(
-        self,
-        request: EmittingRequest,
-        count: int,
-        limit: int,
-        is_steady: bool,
-        share: ShareWithDrafts,
+        self, request: EmittingRequest, count: int, limit: int, steady: bool, share: ShareWithDrafts
     ) -> tuple[int, int, int]:
         """Tokens that such a request predicts, rows that it feeds at most, and rows of `count` of
-        them: the most or, where they can be cut, probably enough. `is_steady`: all that the step
-        before predicted under the same limit is pending."""
+        them: the most or, where they can be cut, probably enough."""
         length = request.length(limit)
-        pending = min(request.pending, 1) + length - 1 if is_steady else request.pending
+        pending = min(request.pending, 1) + length - 1 if steady else request.pending
         fed = pending + length - 1
         if not self.is_packed or request.kind is None or not request.can_be_cut:
             return length, fed, count * fed

@@ -48,9 +48,8 @@ class MatchConfidence:
     matches, unless chains have other scores.
 
     Args:
-        num_rows: rows of the token table, padding included.
+        num_rows: of the token table, padding included; `padding_row` teaches nothing.
         max_drafts: D.
-        padding_row: teaches nothing.
         bounds: ascending; the greatest score of each class but the last one.
         priors: chances of the C classes before anything is known; None: PRIOR_CONFIDENCE each.
     """
@@ -107,9 +106,9 @@ class BranchConfidence:
     branches and of all others.
 
     Args:
-        num_rows, padding_row: as for `MatchConfidence`.
         num_drafts: D, nodes of a tree but the root, and tokens that are known of each branch.
         corpus_budget: nodes of a tree that may come from the corpus, at least 1; None: all.
+        num_rows, padding_row: as for `MatchConfidence`.
     """
 
     def __init__(
@@ -133,20 +132,10 @@ class BranchConfidence:
         self._given_parents = torch.zeros_like(self._given_cells)
 
     def learn(
-        self,
-        rows: torch.Tensor,
-        num_fed: torch.Tensor,
-        num_right: torch.Tensor,
-        path: torch.Tensor,
+        self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor, path: torch.Tensor
     ) -> None:
-        """Learns which of the nodes that `order` last gave were right.
-
-        Args:
-            rows: [R] int64.
-            num_fed: [R] int64; nodes of each, from the first on, that were fed.
-            num_right: [R] int64; nodes on the confirmed path.
-            path: [R, M] integers; the root, 0, then those nodes; what is after means nothing.
-        """
+        """Learns how many of the nodes that `order` last gave were fed, and right: those after the
+        root on the path [R, M], of `num_right`; all others [R] int64."""
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         is_on_path = torch.arange(path.shape[1], device=path.device) <= num_right[:, None]
         is_right = torch.zeros((len(rows), 1 + len(self._nodes)), device=path.device).bool()
@@ -157,14 +146,9 @@ class BranchConfidence:
     def order(
         self, rows: torch.Tensor, match_lens: torch.Tensor, in_corpus: torch.Tensor
     ) -> OrderedNodes:
-        """The D likeliest nodes of all branches.
-
-        Args:
-            rows: [R] int64.
-            match_lens: [R, B] int64; of each branch, 0 where it has no place. The first one is
-                there without a place too.
-            in_corpus: [R, B] int64; 1 where its place is in the corpus, else 0.
-        """
+        """Returns the D likeliest nodes of all branches; rows [R] int64. [R, B] int64: lengths of
+        the matches of branches, 0 where they have no place, and 1 where that is in the corpus, else
+        0. The first branch is there without a place too."""
         num_drafts = len(self._nodes)
         is_later = (torch.arange(match_lens.shape[1], device=rows.device) > 0).to(torch.int64)
         classes = torch.bucketize(match_lens, self._bounds)

@@ -63,8 +63,8 @@ class Curve:
             raise ValueError("No time is below 0.")
 
     def at(self, size: int) -> float:
-        """Beyond the last size the mean slope of the second half continues, since the last piece
-        alone may be flat. With one size, cost grows in proportion."""
+        """Continues the mean slope of the second half beyond the last size, since the last piece
+        alone may be flat; with one size, cost grows in proportion."""
         sizes, costs = self.sizes, self.costs_ms
         if size <= sizes[0]:
             return costs[0]
