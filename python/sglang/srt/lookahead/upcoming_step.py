@@ -19,11 +19,6 @@ ShareWithDrafts = Callable[[Kind, int], float]
 MARGIN = 2.0  # standard deviations of the number of requests with drafts
 
 
-def all_have_drafts(kind: Kind, k: int) -> float:
-    """`ShareWithDrafts` where nothing is known: the most rows."""
-    return 1.0
-
-
 class EmittingRequest(NamedTuple):
     """The wishes of a request that emits in a step."""
 
@@ -31,12 +26,6 @@ class EmittingRequest(NamedTuple):
     k: int  # tokens to predict: the step's own, and as many masks or drafts as it wishes
     is_adjustable: bool = True  # the policy may choose a smaller k
     pending: int = 1  # tokens to feed before any mask, at most; 0 if they end its prompt
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Tells whether the device may divide the rows of its look-ahead (`Budget.num_rows`)."""
-        kind, _, _, pending = self
-        return kind is not None and kind.emits_only_confirmed and pending > 0
 
     def length(self, limit: int) -> int:
         """Returns the tokens to predict under a limit."""
@@ -117,21 +106,28 @@ class UpcomingStep:
     def current_shape(
         self,
         limit: int,
-        share: ShareWithDrafts = all_have_drafts,
+        share: ShareWithDrafts | None = None,
         is_steady: bool = False,
         with_prompts: bool = True,
     ) -> StepShape:
         """The shape with what is pending now or, if `is_steady`, all that a step of this limit
-        before predicted, of a packed step in that share of the requests."""
+        before predicted; of requests that can be cut the most or, by their share, probably enough
+        rows."""
         reqs = rows = read = widest = 0
-        for request, count in self.emitting.items():
-            if not with_prompts and request.pending == 0:
-                request = request._replace(pending=1)
-            length, fed, num_rows = self._sizes(request, count, limit, is_steady, share)
+        for (kind, k, is_adjustable, pending), count in self.emitting.items():
+            pending = pending if with_prompts else max(pending, 1)
+            can_be_cut = kind is not None and kind.emits_only_confirmed and pending > 0
+            length = min(k, limit) if is_adjustable else k
+            pending = min(pending, 1) + length - 1 if is_steady else pending
+            num_rows = count * (pending + length - 1)
+            if self.is_packed and can_be_cut and kind is not None and share is not None:
+                chance = share(kind, pending)
+                likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
+                num_rows = count * length + math.ceil(min(count, likely) * (pending - 1))
             reqs += count
             rows += num_rows
-            read += num_rows if request.can_be_cut else count * length
-            widest = max(widest, fed)
+            read += num_rows if can_be_cut else count * length
+            widest = max(widest, pending + length - 1)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
         alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
         if not with_prompts:
@@ -142,21 +138,6 @@ class UpcomingStep:
             num_rows=rows + self.prompt_rows,
             prompts=self.prompts,
         )
-
-    def _sizes(
-        self, request: EmittingRequest, count: int, limit: int, steady: bool, share: ShareWithDrafts
-    ) -> tuple[int, int, int]:
-        """Tokens that such a request predicts, rows that it feeds at most, and rows of `count` of
-        them: the most or, where they can be cut, probably enough."""
-        length = request.length(limit)
-        pending = min(request.pending, 1) + length - 1 if steady else request.pending
-        fed = pending + length - 1
-        if not self.is_packed or request.kind is None or not request.can_be_cut:
-            return length, fed, count * fed
-        chance = share(request.kind, pending)
-        likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
-        drafts = math.ceil(min(count, likely) * (pending - 1))
-        return length, fed, count * length + drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
