@@ -128,7 +128,9 @@ class TileSpecProfiler:
             data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
         if data and not problem:
             keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
-            kept = _decoded(data)
+            kept: KeptPrices | None = None
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                kept = msgspec.json.decode(data, type=KeptPrices)
             if (
                 kept is not None
                 and kept.measured_with == self._known
@@ -163,7 +165,8 @@ class TileSpecProfiler:
                     old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
-            logger.warning(text, path.parent, _reason(error))
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            logger.warning(text, path.parent, reason)
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
@@ -251,28 +254,13 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def _decoded(data: bytes) -> KeptPrices | None:
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        return msgspec.json.decode(data, type=KeptPrices)
-    return None
-
-
 def _contents(path: Path) -> tuple[bytes, str]:
     """Returns the bytes of a file and what is wrong with it; nothing where none can be opened: if
     it cannot be replaced either, `_keep` says so."""
-    try:
-        if not path.exists() or path.is_dir() or not os.access(path, os.R_OK):
-            return b"", ""
-        data = read_bytes(path, MAX_BYTES)
-    except PermissionError:
+    if not os.path.exists(path) or path.is_dir() or not os.access(path, os.R_OK):
         return b"", ""
+    try:
+        data = read_bytes(path, MAX_BYTES)
     except UnreadableFileError as error:
         return b"", error.reason
-    except (OSError, ValueError) as error:  # the latter of a path that no file can have
-        return b"", _reason(error)
     return data, "" if data else DAMAGED
-
-
-def _reason(error: OSError | ValueError) -> str:
-    """Without the path."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
