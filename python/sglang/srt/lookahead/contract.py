@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -94,9 +94,9 @@ class StepRecord:
     notes: list[object] = field(default_factory=list)  # of debugging, while it was launched
 
 
-class Planner(Protocol):
-    """Decides on the host how far requests look ahead, by default not at all. Looks at no device
-    and reads no clock."""
+class Planner:
+    """Decides on the host how far requests look ahead, by default not at all: each feeds its prompt
+    or its pending token, and is given one. Looks at no device and reads no clock."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """Rows that a request with these parameters needs per step."""
@@ -104,7 +104,6 @@ class Planner(Protocol):
 
     def admit(self, new_rows: list[NewRow]) -> None:
         """Hears of requests that just got a row, before the first step with them is planned."""
-        return
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         """Plans what the next step feeds and reads. The step before has not been read yet.
@@ -117,8 +116,3 @@ class Planner(Protocol):
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         """Learns from a step that has been read. Called for each step, in the order of launches."""
-        return
-
-
-class PlainPlanner(Planner):
-    """Each request feeds its prompt or its pending token, and is given one."""
