@@ -14,8 +14,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -67,9 +66,7 @@ class PriceMeter:
         clock: Callable[[], float] = time.perf_counter,
         make_timer: type[GpuTimer] | None = None,
     ) -> None:
-        self._runner = runner
-        self._max_requests = max_requests
-        self._max_width = max_width
+        self._runner, self._max_requests, self._max_width = runner, max_requests, max_width
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
         make_timer = make_timer or (CpuTimer if self._device.type == "cpu" else GpuTimer)
@@ -106,7 +103,10 @@ class PriceMeter:
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:
         """Returns the milliseconds of a graph, the least of several runs after a first one."""
-        return min(self.timer.times_ms(self._replay(key), repeats))
+        batch = self._dummy_step(rows_of(key, self._table.shape[1]))
+        if key.has_tree:
+            batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
+        return min(self.timer.times_ms(lambda: self._runner.forward(batch), repeats))
 
     def _spread(self) -> float:
         """Returns `PriceTable.spread` of a plain step; 0 where it takes too long to repeat it."""
@@ -149,28 +149,22 @@ class PriceMeter:
         length = min(length, self._table.shape[1] // 2, num_slots // count)
         if length < 2:
             return 0.0
-        with self._kv(count, length):
-            slope = self._kv_slope(partial(launch_of, count), length, KV_REPEATS)
-        return max(0.0, slope / count)
+        return self._kv_slope(partial(launch_of, count), count, length, KV_REPEATS) / count
 
-    @contextmanager
-    def _kv(self, count: int, length: int) -> Iterator[None]:
-        """Gives the first rows of the table so many slots each while this lasts."""
-        page_size = self._runner.kv_pool.page_size
+    def _kv_slope(
+        self, launch_of: Callable[[int], Launch], count: int, length: int, repeats: int
+    ) -> float:
+        """Returns the milliseconds per token before each of `count` requests, of `length` of them,
+        while the first rows of the table have as many slots each."""
+        page_size, timer = self._runner.kv_pool.page_size, self.timer
         num_slots = self._runner.memory.num_pages * page_size
         slots = page_size + torch.arange(count * length, device=self._device) % num_slots
         self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
         try:
-            yield
+            times = [min(timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)]
         finally:
             self._table[:count, :length] = 0
-
-    def _kv_slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
-        """Returns the milliseconds per token before each request, of `length` of them."""
-        without, with_kv = (
-            min(self.timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
-        )
-        return (with_kv - without) / length
+        return max(0.0, (times[1] - times[0]) / length)
 
     def _prompt_attention(self) -> Curve:
         """Measures `prompt_kv_ms`, from chunks of a prompt with no KV before them and with much."""
@@ -180,9 +174,8 @@ class PriceMeter:
             return FREE  # of a large model weights outweigh KV
         length, repeats = min(timer.chunk_kv_tokens, width - most), timer.chunk_repeats
         sizes = tuple(sorted({min(size, most) for size in timer.chunk_rows}))
-        with self._kv(1, length):
-            launches = [partial(self._launch, [size]) for size in sizes]
-            costs = [max(0.0, self._kv_slope(each, length, repeats)) for each in launches]
+        launches = [partial(self._launch, [size]) for size in sizes]
+        costs = [self._kv_slope(each, 1, length, repeats) for each in launches]
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
@@ -193,12 +186,6 @@ class PriceMeter:
             seen_ms = sum(chunk.ms(prompt_kv_ms) for chunk in chunks)
             costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
-
-    def _replay(self, key: GraphKey) -> Launch:
-        batch = self._dummy_step(rows_of(key, self._table.shape[1]))
-        if key.has_tree:
-            batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
-        return lambda: self._runner.forward(batch)
 
     def _q_lens(self, num_rows: int) -> list[int]:
         """Returns the rows of each request of a step, in as few requests as it can have."""
@@ -245,7 +232,7 @@ class PriceMeter:
         ids = torch.randint(vocab_size, (count,), generator=self._generator, device=device)
         batch = replace(batch, input_ids=ids, positions=batch.positions + kv_len)
         if kv_len:
-            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv`
+            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv_slope`
         return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
