@@ -15,11 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang.srt.lookahead.adaptive_config import (
-    AdaptiveConfig,
-    AdaptiveSlot,
-    read_adaptive_config,
-)
+from sglang.srt.lookahead.adaptive_config import AdaptiveConfig, AdaptiveSlot, read_adaptive_config
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
@@ -110,10 +106,7 @@ class AdaptiveSpeculativeParams:
         return self._states[self._config.slot_index(batch_size)]
 
     def on_verify_complete(
-        self,
-        num_correct_drafts_per_req: Sequence[int],
-        batch_size: int,
-        steps: int | None = None,
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int | None = None
     ) -> bool:
         """Counts a round that has been verified. Ignores a round without requests, and one that was
         launched before its slot changed its steps.

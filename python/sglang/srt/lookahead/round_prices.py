@@ -4,7 +4,7 @@ next one."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 from sglang.srt.step.draft_shapes import TreeShape
@@ -64,7 +64,7 @@ class MeasuredRoundPrices:
     def __post_init__(self) -> None:
         self.prompt_row_ms = self.target.least_row_ms  # what a row of a prompt costs elsewhere
         self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
-        self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
+        self._feed = lru_cache(maxsize=MAX_COSTS)(partial(self._of_rows, self.head.extend))
 
     @property
     def spread(self) -> float:
@@ -88,12 +88,9 @@ class MeasuredRoundPrices:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
         num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._known_feed(num_fed, prompt_rows).at(upcoming.kv_tokens)
+            chance * self._feed(num_fed, 1, num_fed, prompt_rows).at(upcoming.kv_tokens)
             for chance, prompt_rows in upcoming.prompts
         )
-
-    def _feed(self, num_reqs: int, prompt_rows: int) -> LatencyByKV:
-        return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
 
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
         """Returns the share of a round of `whole_ms` that belongs to the prompts beside `num_rows`
@@ -109,10 +106,9 @@ class MeasuredRoundPrices:
         prompt_rows: int = 0,
         num_plain: int = 0,
     ) -> LatencyByKV:
-        """Returns the measured cost of a round in which `num_rows` rows are verified, at most
-        `num_drafts` drafts of a request, and each request is given as many drafts for the next one,
-        but for `num_plain` that take none; beside `prompt_rows` rows of prompts, without their
-        attention."""
+        """Returns the measured cost of a round that verifies `num_rows` rows, at most `num_drafts`
+        drafts of a request, and gives each as many for the next one, but for `num_plain` that take
+        none; beside rows of prompts, without their attention."""
         width, target = 1 + num_drafts, self.target
         logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
