@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.cut import (
     LEAST_CHANCE,
@@ -17,6 +18,7 @@ from sglang.srt.lookahead.cut import (
     Calibration,
     LatencyTable,
     best_cut,
+    bounded_scores,
     compute_optimal_k,
     expected_right,
     isotonic,
@@ -55,6 +57,10 @@ def rate_of(k: int, ordered: list[float], num_reqs: int, table: LatencyTable) ->
     return max((tokens / cost for rows, cost in priced if rows >= num_reqs + k), default=0.0)
 
 
+def right_of(chances: ArrayLike) -> NDArray[np.float64]:
+    return expected_right(np.sort(bounded_scores(chances), axis=None))
+
+
 def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
     """All of them unless fewer gain more than asked for. Of equal rates the largest number, so all
     where rows cost nothing; a larger bucket that is cheaper is filled."""
@@ -67,7 +73,7 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
         most, full = len(ordered), (num_reqs + math.fsum(ordered)) / table.costs_ms[-1]
         rates = [rate_of(k, ordered, num_reqs, table) for k in range(most + 1)]
         least = chooser.choice([0.0, chooser.random()])
-        num_drafts, gain = best_cut(expected_right(chances), num_reqs, table, least)
+        num_drafts, gain = best_cut(right_of(chances), num_reqs, table, least)
         assert num_drafts == compute_optimal_k(chances, num_reqs, table, least)
         if max(rates) <= full * (1 + least) * (1 + 1e-12):
             assert (num_drafts, gain) == (most, 1.0)
@@ -94,9 +100,9 @@ def test_chances_that_are_no_numbers_end_nothing(value: float) -> None:
     chances = np.full((2, 3), 0.9)
     chances[1] = value
     chances_taken = np.where(np.isposinf(chances), 1.0, np.where(chances == 0.9, 0.9, 0.0))
-    right = expected_right(chances)
-    assert right.tolist() == expected_right(chances_taken).tolist()
-    assert best_cut(expected_right(np.full((2, 3), value)), 2, table)[1] >= 1.0
+    right = right_of(chances)
+    assert right.tolist() == right_of(chances_taken).tolist()
+    assert best_cut(right_of(np.full((2, 3), value)), 2, table)[1] >= 1.0
 
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {

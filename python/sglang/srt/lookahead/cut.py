@@ -42,12 +42,8 @@ class Calibration:
         self._num_told = 0
 
     def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
-        """Hears of drafts that were verified.
-
-        Args:
-            scores: [n] float, 0 to 1.
-            confirmed: [n] bool; whether the draft and all before it were.
-        """
+        """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
+        were confirmed, and all before them."""
         told = np.asarray(scores, np.float64)
         if told.size == 0:
             return
@@ -116,22 +112,15 @@ class LatencyTable:
 def compute_optimal_k(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> int:
-    """Returns how many drafts to verify, see `best_cut`; chances as for `expected_right`."""
-    return best_cut(expected_right(chances), num_requests, table, least_gain)[0]
+    """Returns how many drafts to verify (`best_cut`) of those with such chances, in any order and
+    shape, that each and all before it are confirmed."""
+    ascending = np.sort(bounded_scores(chances), axis=None)
+    return best_cut(expected_right(ascending), num_requests, table, least_gain)[0]
 
 
-def expected_right(chances: ArrayLike) -> Floats:
-    """[1 + n]; of the likeliest 0, 1, ... n drafts those that are right, on average.
-
-    Args:
-        chances: n float in any order and shape; of each draft, that it and all before it are
-            confirmed.
-    """
-    return right_of(np.sort(bounded_scores(chances), axis=None))
-
-
-def right_of(ascending: Floats) -> Floats:
-    """See `expected_right`."""
+def expected_right(ascending: Floats) -> Floats:
+    """Returns [1 + n]: how many of the likeliest 0, 1, ... n drafts are right on average, by their
+    chances."""
     sums = np.zeros(1 + ascending.size)
     ascending[::-1].cumsum(out=sums[1:])
     return sums
@@ -140,8 +129,7 @@ def right_of(ascending: Floats) -> Floats:
 def best_cut(
     right: Floats, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> tuple[int, float]:
-    """Computes how many drafts to verify, of all requests together, for most tokens per
-    millisecond.
+    """Computes how many drafts of all requests to verify for most tokens per millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
@@ -150,12 +138,11 @@ def best_cut(
 
     Args:
         right: see `expected_right`.
-        table: of rounds of `num_requests` requests.
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
-        0 to n, of equally good numbers the largest; so all where rows cost nothing. And its tokens
-        per millisecond divided by those of verifying all, 1 or more.
+        0 to n, of equally good numbers the largest, and its tokens per millisecond divided by those
+        of verifying all, 1 or more.
     """
     most = whole = len(right) - 1
     best, best_rate, rate = most, 0.0, 0.0

@@ -54,10 +54,7 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
 
     From 0 it goes to the least steps that draft, if there are any, to look how drafts do now. Steps
     that do not rise are bounded by a ceiling; if it allows none, they are the fewest candidate.
-
-    Args:
-        steps: those that `ema` is of, one of the slot's candidates.
-        ema: correct drafts of a request in a round.
+    `ema` are correct drafts of a request in a round of `steps`, one of the slot's candidates.
     """
     candidates = slot.candidate_steps
     if steps == 0:
@@ -78,14 +75,8 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
 
 
 class AdaptiveSpeculativeParams:
-    """The steps of every slot, and what they learn from rounds.
-
-    Args:
-        initial_steps: of each slot that has them among its candidates, see `SlotState`.
-        cfg_path: a preset or a file, see `read_adaptive_config`, which may raise
-            `AdaptiveConfigError`; None for the default.
-        config: what has been read already, instead of a path.
-    """
+    """The steps of every slot, and what they learn from rounds; a path as for
+    `read_adaptive_config`, or a configuration that has been read."""
 
     def __init__(
         self,
@@ -109,16 +100,13 @@ class AdaptiveSpeculativeParams:
         self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int | None = None
     ) -> bool:
         """Counts a round that has been verified. Ignores a round without requests, and one that was
-        launched before its slot changed its steps.
+        launched before its slot changed its steps. True if it changes them now.
 
         Args:
             num_correct_drafts_per_req: without the model's own token; zeros for a round without
                 drafts: a slot at 0 steps counts rounds until it drafts again.
             batch_size: given to `get_steps_for_batch`; graphs may pad the batch to it.
             steps: the steps that the round was drafted with; None: those of its slot now.
-
-        Returns:
-            True if the slot has changed its steps.
         """
         state = self.state_for_batch(batch_size)
         before = state.steps

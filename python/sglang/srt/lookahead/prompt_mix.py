@@ -44,9 +44,6 @@ class PromptMix:
 
     A prompt that is read in several steps fills all of them but the last, so what it feeds is never
     twice in a step. Such full steps are counted apart, with all that they feed.
-
-    Args:
-        max_rows: of prompts in a step.
     """
 
     def __init__(self, max_rows: int) -> None:

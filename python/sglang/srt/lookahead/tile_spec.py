@@ -23,7 +23,7 @@ from sglang.srt.lookahead.cut import (
     LatencyTable,
     best_cut,
     bounded_scores,
-    right_of,
+    expected_right,
 )
 from sglang.srt.lookahead.prompt_mix import case_of
 from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
@@ -196,7 +196,7 @@ class TileSpec:
                 scores = ordered_scores(self._scores, longest)
                 curve, chances = self._calibration.chances, self._calibration.predict(scores)
                 self._chances[longest] = curve, chances
-            self._right[key] = right_of(resampled(chances, count))
+            self._right[key] = expected_right(resampled(chances, count))
         return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:

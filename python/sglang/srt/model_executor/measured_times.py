@@ -21,12 +21,8 @@ MOST_RUNS = 3  # on a GPU, for each that counts
 
 
 class GpuTimer:
-    """Times launches by the GPU's own clock.
-
-    Args:
-        clock: seconds of the host.
-        agree: gives all ranks one number of what each has measured.
-    """
+    """Times launches by the GPU's own clock. `clock` gives seconds of the host, `agree` gives all
+    ranks one number of what each has measured."""
 
     kv_requests, kv_tokens = 32, 1024  # whose attention is measured, and tokens before each
     chunk_rows: tuple[int, ...] = (128, 512, 2048)  # sizes of a prompt's chunks

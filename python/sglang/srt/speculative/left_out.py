@@ -19,11 +19,8 @@ from sglang.srt.step.worker import ScheduleBatch
 
 
 class LeftOutTokens:
-    """Says what a drafter is fed of a step, and keeps `kv_starts` and `is_fed` of its pools.
-
-    Args:
-        memory: those of its pools that have no `kv_starts` are of models that are fed all.
-    """
+    """Says what a drafter is fed of a step, and keeps `kv_starts` and `is_fed` of its pools. Those
+    without `kv_starts` are of models that are fed all."""
 
     def __init__(self, memory: KVMemory, state: RequestRows) -> None:
         self._table = memory.table.req_to_token

@@ -19,11 +19,8 @@ ABSENT = -1.0  # the score of a node that cannot be had; below all others
 
 class Trials:
     """Counts on the device, by cells: of the drafts that were `tried`, all before them being right,
-    those that were `right`, both float32 of the shape of the prior. Nothing waits for it.
-
-    Args:
-        prior: float32; the chance that a draft of each cell is right, before any was tried.
-    """
+    those that were `right`. Both are float32 of the shape of the prior, the chance that a draft of
+    each cell is right, before any was tried. Nothing waits for it."""
 
     def __init__(self, prior: torch.Tensor) -> None:
         self.tried = torch.zeros_like(prior)
@@ -84,8 +81,7 @@ class MatchConfidence:
     def proposed(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns [R, D] float32 for `StepOps.write_drafts`, of drafts with these scores [R], such
         as the lengths of the matches that they follow; rows [R] int64."""
-        classes = torch.bucketize(scores, self._bounds)
-        self._classes[rows] = classes
+        self._classes[rows] = classes = torch.bucketize(scores, self._bounds)
         return self.trials.chances()[classes]
 
 
