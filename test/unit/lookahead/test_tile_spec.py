@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.lookahead import tile_spec as tile_spec_module
+from sglang.srt.lookahead import cut as cut_module
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.cut import Calibration
-from sglang.srt.lookahead.draft_planner import counts_of_drafts
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import (
+from sglang.srt.lookahead.cut import (
     LOOK_STEPS,
+    Calibration,
     TileSpec,
     confirmed_nodes,
     ordered_scores,
     resampled,
 )
+from sglang.srt.lookahead.draft_planner import counts_of_drafts
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
@@ -344,7 +344,7 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
     confidence = torch.zeros((num_reqs, shape.num_drafts))
     free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
     calibration = Calibration()
-    with mock.patch.object(tile_spec_module, "Calibration", return_value=calibration):
+    with mock.patch.object(cut_module, "Calibration", return_value=calibration):
         tile_spec = tile_spec_of(MeasuredRoundPrices(DEAR_ROWS, free, tree=shape))
     for _ in range(150):
         trees = [random_tree(luck, shape.topk, shape.num_drafts) for _ in range(num_reqs)]

@@ -14,10 +14,10 @@ from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.matched_drafts import KINDS, class_of
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_ops import StepCounts

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
-from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.model_executor.price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
