@@ -79,14 +79,10 @@ class AdaptiveConfig:
 
     slots: tuple[AdaptiveSlot, ...]  # by ascending batch size, at least one
 
-    def slot_index(self, batch_size: int) -> int:
-        """The place in `slots` of the one that serves batches of this size."""
+    def slot(self, batch_size: int) -> AdaptiveSlot:
+        """Returns the one that serves batches of this size."""
         above = bisect_right(self.slots, batch_size, key=lambda slot: slot.min_batch_size)
-        return max(0, above - 1)
-
-    def candidates(self, batch_size: int) -> tuple[int, ...]:
-        """All steps that batches of this size may ever have, ascending."""
-        return self.slots[self.slot_index(batch_size)].candidate_steps
+        return self.slots[max(0, above - 1)]
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:

@@ -117,11 +117,6 @@ class LatencyTable:
     rows: tuple[int, ...]  # ascending; room of each bucket, of the last one for all drafts
     costs_ms: tuple[float, ...]  # of each, above 0; a larger bucket may be the cheaper one
 
-    def __post_init__(self) -> None:
-        assert self.rows, "A table without buckets."
-        assert len(self.rows) == len(self.costs_ms), "A bucket has one price."
-        assert min(self.costs_ms) > 0, "A round takes time."
-
     @property
     def most_gain(self) -> float:
         """Share that leaving drafts out could gain at most, were they worth nothing."""
@@ -203,13 +198,12 @@ class TileSpec:
         has_trees: bool = False,
     ) -> None:
         self._rounds = self._packed = rounds
+        self._fixed, self._has_trees = fixed, has_trees
         if not packs_in_graphs:
             extend = replace(rounds.head.extend, find=no_graphs)
             target = replace(rounds.target, find=no_graphs)
             self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
-        self._fixed = fixed
-        self._has_trees = has_trees
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         # Of the centres of bins, and of these scores, ascending, by the longest chain.
@@ -242,9 +236,8 @@ class TileSpec:
         num_rows = counts.num_rows
         num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
         if num_cut:  # as far as padding would not take the rows
-            num_cut = num_rows - self._room(
-                len(counts.q_lens), max(counts.q_lens), num_rows - num_cut
-            )
+            whole = len(counts.q_lens), max(counts.q_lens)
+            num_cut = num_rows - self._room(*whole, num_rows - num_cut)
         if num_cut > 0:
             size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
             numbers = counts.q_lens, counts.num_read, counts.num_predicted

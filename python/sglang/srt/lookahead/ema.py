@@ -87,14 +87,15 @@ class AdaptiveSpeculativeParams:
     ) -> None:
         self._config = read_adaptive_config(cfg_path) if config is None else config
         self.candidate_steps = self._config.candidate_steps
-        self._states = [SlotState(slot, initial_steps) for slot in self._config.slots]
+        slots = self._config.slots
+        self._states = {slot.min_batch_size: SlotState(slot, initial_steps) for slot in slots}
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:
-        return self._states[self._config.slot_index(batch_size)]
+        return self._states[self._config.slot(batch_size).min_batch_size]
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int | None = None

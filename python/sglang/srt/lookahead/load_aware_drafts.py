@@ -105,7 +105,7 @@ class LoadAwareDrafts:
         if size not in self._costs:
             adaptive, tiers = self._options.adaptive, self._tiers
             if adaptive is not None:
-                tiers = tuple(sorted({0, *adaptive.candidates(size)}))
+                tiers = tuple(sorted({0, *adaptive.slot(size).candidate_steps}))
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
             self._costs[size] = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         return self._costs[size]
