@@ -106,7 +106,7 @@ def test_a_drafter_executes_plans_that_were_sent(
     right, budgets = right_tokens(paths["target"]), RandomBudgets(0)
     with jumping_tiers(), budgets.chosen(), through_bytes() as arrived:
         serve(KINDS[name](paths, tmp_path), right)
-    wanted = WANTED.get(name, lambda plan: not plan.is_plain)
+    wanted = WANTED.get(name, lambda plan: not plan.counts.is_plain)
     assert sum(bool(wanted(plan)) for plan in arrived) > 5
 
 

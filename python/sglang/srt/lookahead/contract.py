@@ -73,11 +73,6 @@ class StepPlan:
     num_drafted_for: int | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Tells whether no request looks ahead."""
-        return self.counts.is_plain
-
-    @property
     def rests(self) -> bool:
         """Tells whether the drafter's models are left out of the whole step."""
         return len(self.left_out) == len(self.counts.q_lens)

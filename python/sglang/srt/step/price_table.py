@@ -57,10 +57,9 @@ class Curve:
 
     def __post_init__(self) -> None:
         is_ascending = list(self.sizes) == sorted({0, *self.sizes})[1:]
-        if not self.sizes or not is_ascending or len(self.sizes) != len(self.costs_ms):
+        has_times = len(self.sizes) == len(self.costs_ms) and min(self.costs_ms, default=-1) >= 0
+        if not is_ascending or not has_times:
             raise ValueError("A curve has ascending sizes of at least 1, each with a time.")
-        if min(self.costs_ms) < 0:
-            raise ValueError("No time is below 0.")
 
     def at(self, size: int) -> float:
         """Continues the mean slope of the second half beyond the last size, since the last piece
@@ -109,8 +108,7 @@ class PriceTable:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of rows, ascending. Between two of them the price of a step without KV is
-        constant (it is padded) or linear."""
+        """Ascending numbers of rows, between which steps are padded or prices are linear."""
         return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
 
     @property
