@@ -54,7 +54,7 @@ from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
+from sglang.srt.model_executor.price_measurement import measure_draft_prices
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.platform import Platform, free_bytes
 from sglang.srt.processes.runtime_config import resolve

@@ -27,7 +27,6 @@ MAX_FUNCTION_LINES = 60
 # The files that answer how far steps look ahead, all that goes by prices and estimates.
 LOOKAHEAD = (
     "lookahead/*.py",
-    "model_executor/draft_price_measurement.py",
     "model_executor/measured_times.py",
     "model_executor/price_measurement.py",
     "speculative/adaptive_*.py",

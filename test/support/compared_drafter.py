@@ -119,7 +119,7 @@ class Compared(Drafter):
         super().propose(extended)
         step = self._computed
         lens = step.accepted.accept_lens.tolist()
-        fed = [0] * len(lens) if step.plan.is_plain else step.accepted.num_drafts.tolist()
+        fed = [0] * len(lens) if step.plan.counts.is_plain else step.accepted.num_drafts.tolist()
         for index, (row, emits) in enumerate(zip(step.batch.rows, step.batch.emits, strict=True)):
             if not emits:
                 self.seen["chunks"] += 1

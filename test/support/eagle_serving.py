@@ -111,7 +111,7 @@ class Served(Drafted):
             assert most == tier or ((is_cut or self.may_lack) and most < tier)
         self.tiers[tier] += has_decodes
         self.seen["cut steps"] += is_cut
-        self.seen["plain decodes"] += has_decodes and step.plan.is_plain
+        self.seen["plain decodes"] += has_decodes and step.plan.counts.is_plain
 
     def assert_many_of_each(self, least: int = 30) -> None:
         """Drafts were often right and often wrong."""

@@ -148,7 +148,7 @@ class NgramDrafter(Planner, Drafter):
                 return StepPlan(counts=StepCounts.plain(batch))
             max_drafts = self._random.choice([0, 1, 3, max_drafts])
         plan = verifying_plan(batch, max_drafts, options.max_accepted)
-        return self._packed(batch, plan) if options.packs and not plan.is_plain else plan
+        return self._packed(batch, plan) if options.packs and not plan.counts.is_plain else plan
 
     def _packed(self, batch: ScheduleBatch, plan: StepPlan) -> StepPlan:
         """Any number of rows from one per request on is divided."""

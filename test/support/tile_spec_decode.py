@@ -13,12 +13,12 @@ import torch
 from policy_steps import drafted, drafting_step
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.draft_planner import counts_of_drafts
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.lookahead.tile_spec import TileSpec
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.speculative import rounds
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs

@@ -15,7 +15,7 @@ import torch
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import eagle_config_for
 from round_serving import On
-from sglang.srt.lookahead.tile_spec import TileSpec
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models

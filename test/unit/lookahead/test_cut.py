@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.cut import (
-    JUMP,
     LEAST_CHANCE,
     MOST_CHANCE,
     Calibration,
     LatencyTable,
-    PiecewiseLinearLatency,
     best_cut,
     bounded_scores,
     compute_optimal_k,
@@ -58,6 +57,10 @@ def rate_of(k: int, ordered: list[float], num_reqs: int, table: LatencyTable) ->
     return max((tokens / cost for rows, cost in priced if rows >= num_reqs + k), default=0.0)
 
 
+def right_of(chances: ArrayLike) -> NDArray[np.float64]:
+    return expected_right(np.sort(bounded_scores(chances), axis=None))
+
+
 def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
     """All of them unless fewer gain more than asked for. Of equal rates the largest number, so all
     where rows cost nothing; a larger bucket that is cheaper is filled."""
@@ -70,7 +73,7 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
         most, full = len(ordered), (num_reqs + math.fsum(ordered)) / table.costs_ms[-1]
         rates = [rate_of(k, ordered, num_reqs, table) for k in range(most + 1)]
         least = chooser.choice([0.0, chooser.random()])
-        num_drafts, gain = best_cut(expected_right(chances), num_reqs, table, least)
+        num_drafts, gain = best_cut(right_of(chances), num_reqs, table, least)
         assert num_drafts == compute_optimal_k(chances, num_reqs, table, least)
         if max(rates) <= full * (1 + least) * (1 + 1e-12):
             assert (num_drafts, gain) == (most, 1.0)
@@ -86,9 +89,9 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
     rows = (416, 448, 480, 512)
     table = LatencyTable(rows, tuple(STAIRCASE[each] for each in rows))
     assert compute_optimal_k(np.full((128, 3), 0.6), 128, table) == 512 - 128
-    for bad_rows, costs in (((), ()), ((1,), (1.0, 2.0)), ((1,), (0.0,))):
-        with pytest.raises(AssertionError):
-            LatencyTable(bad_rows, costs)
+    for bad_rows, costs in (((1,), (1.0, 2.0)), ((1,), (0.0,))):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            compute_optimal_k([0.5], 1, LatencyTable(bad_rows, costs))
 
 
 def test_chances_and_scores_that_are_no_numbers_end_nothing() -> None:
@@ -98,7 +101,7 @@ def test_chances_and_scores_that_are_no_numbers_end_nothing() -> None:
     for value in bad[:4]:
         chances = np.array([[0.9] * 3, [value] * 3])
         taken = np.where(chances == math.inf, 1.0, np.where(chances == 0.9, 0.9, 0.0))
-        assert expected_right(chances).tolist() == expected_right(taken).tolist()
+        assert right_of(chances).tolist() == right_of(taken).tolist()
 
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -156,30 +159,3 @@ def test_pooling_gives_the_closest_values_that_never_fall() -> None:
         least = (weights * (found - values) ** 2).sum()
         for other in itertools.combinations_with_replacement(grid, 4):
             assert least <= (weights * (np.array(other) - values) ** 2).sum() + 1e-12
-
-
-def test_segments_of_an_h100_begin_at_its_cliffs() -> None:
-    latency = PiecewiseLinearLatency.fit([*STAIRCASE], [*STAIRCASE.values()])
-    assert latency.ends == (264, 320, 384, 416, 576)
-    for rows in (1, 64, 128, 192, 256):
-        assert latency.at(rows) == pytest.approx(STAIRCASE[rows], rel=0.06)
-    assert latency.at(270) > latency.at(264) * (1 + JUMP / 2), "a whole tile is computed"
-
-
-def test_planted_segments_are_found() -> None:
-    chooser = random.Random(4)
-    for _ in range(50):
-        sizes, costs, ends = [], [], []
-        size, level = 0, 4.0
-        for _ in range(chooser.randint(1, 5)):
-            slope = chooser.random() * 0.002
-            for _ in range(chooser.randint(1, 6)):
-                size += chooser.choice([8, 16, 32])
-                sizes.append(size)
-                costs.append(level + slope * size)
-            ends.append(size)
-            level = costs[-1] * 1.4
-        found = PiecewiseLinearLatency.fit(sizes, costs)
-        assert found.ends == tuple(ends)
-        for each, cost in zip(sizes, costs, strict=True):
-            assert found.at(each) == pytest.approx(cost)

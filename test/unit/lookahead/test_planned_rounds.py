@@ -105,7 +105,7 @@ def test_a_policy_is_asked_for_those_who_take_drafts() -> None:
         alone = planner.plan(ScheduleBatch(requests[1:2]))
         assert not asked.called
     assert alone.rests
-    assert alone.is_plain
+    assert alone.counts.is_plain
     result = HostResult([[1]], [1], [1])
     with mock.patch.object(planner.policy, "observe") as told:
         planner.observe(StepRecord(rows=[1], plan=alone), result)

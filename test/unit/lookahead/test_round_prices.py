@@ -10,8 +10,8 @@ import pytest
 
 from served_rounds import rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import (
     Curve,

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.lookahead import tile_spec as tile_spec_module
+from sglang.srt.lookahead import cut as cut_module
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
-from sglang.srt.lookahead.cut import Calibration
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
-from sglang.srt.lookahead.tile_spec import (
+from sglang.srt.lookahead.cut import (
     LOOK_STEPS,
+    Calibration,
     TileSpec,
+    ordered_scores,
     resampled,
 )
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
@@ -74,16 +75,19 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
 def test_resampled_scores_are_distributed_as_those_read() -> None:
     rng = np.random.default_rng(0)
     scores = np.cumprod(rng.random((40, DEPTH)), axis=1)
-    assert sorted(resampled(scores, DEPTH, 120)) == sorted(scores.flatten())
+    ordered = ordered_scores(scores, DEPTH)
+    assert ordered.tolist() == resampled(ordered, ordered.size).tolist() == sorted(scores.flatten())
     for longest, count in ((1, 7), (2, 200), (5, 333)):
-        found = resampled(scores, longest, count)
+        found = resampled(ordered_scores(scores, longest), count)
         assert found.shape == (count,)
         if longest <= DEPTH:
             assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
         else:
             assert found.mean() < scores.mean()
     chain = np.array([[0.5, 0.25]] * 3)
-    assert resampled(chain, 4, 4).tolist() == [0.0625, 0.125, 0.25, 0.5], "it goes on alike"
+    assert resampled(ordered_scores(chain, 4), 4).tolist() == [0.0625, 0.125, 0.25, 0.5], (
+        "it goes on alike"
+    )
 
 
 def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:
@@ -286,7 +290,7 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
     confidence = torch.zeros((num_reqs, shape.num_drafts))
     free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
     calibration = Calibration()
-    with mock.patch.object(tile_spec_module, "Calibration", return_value=calibration):
+    with mock.patch.object(cut_module, "Calibration", return_value=calibration):
         tile_spec = tile_spec_of(MeasuredRoundPrices(DEAR_ROWS, free, tree=shape))
     for _ in range(150):
         trees = [random_tree(luck, shape.topk, shape.num_drafts) for _ in range(num_reqs)]

@@ -21,8 +21,12 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
-from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
+from sglang.srt.model_executor.price_measurement import (
+    PriceMeter,
+    graph_finder,
+    measure_draft_prices,
+    priced_graphs,
+)
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import StepShape

@@ -101,7 +101,7 @@ def test_slots_for_drafts_behind_a_prompt_are_not_fed_with_it() -> None:
     """A step of prompts alone is plain: it keeps all rows that it feeds."""
     for batch in (batch_of((0, 9, 12, True)), batch_of((0, 9, 9, False), (4, 5, 8, True))):
         plan = verifying_plan(batch, NUM_DRAFTS, MAX_KEPT)
-        assert plan.is_plain
+        assert plan.counts.is_plain
         assert plan.counts.q_lens == batch.num_prompt_tokens
 
 
@@ -110,4 +110,4 @@ def test_no_request_feeds_more_rows_than_it_has_slots() -> None:
     batch = batch_of((10, 0, 7, True), (20, 0, 1, True), (30, 0, 3, True))
     plan = verifying_plan(batch, NUM_DRAFTS, MAX_KEPT)
     assert plan.counts.q_lens == plan.counts.num_read == [4, 1, 3]
-    assert verifying_plan(batch_of((20, 0, 1, True)), NUM_DRAFTS, MAX_KEPT).is_plain
+    assert verifying_plan(batch_of((20, 0, 1, True)), NUM_DRAFTS, MAX_KEPT).counts.is_plain

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.lookahead.contract import PlainPlanner, StepPlan
+from sglang.srt.lookahead.contract import Planner, StepPlan
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.speculative.drafter import NoDrafts, PlannedDrafter
 from sglang.srt.step.request_rows import RequestRows
@@ -32,7 +32,7 @@ class GivesLens(NoDrafts):
         return self._state.committed
 
 
-class NotesLens(PlainPlanner):
+class NotesLens(Planner):
     def __init__(self) -> None:
         self.seen: list[Sequence[int] | None] = []
 

@@ -34,8 +34,7 @@ from round_serving import (
 )
 from sglang.srt.control.memory_control import GRAPH_TAG
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.lookahead.cut import LatencyTable
-from sglang.srt.lookahead.tile_spec import TileSpec
+from sglang.srt.lookahead.cut import LatencyTable, TileSpec
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import HiddenFileOptions, LogprobOptions
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner

@@ -49,22 +49,15 @@ class AdaptiveConfigError(ValueError):
 
 
 class SlotNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers that may be beside slots and in each.
+    """Numbers that may be beside slots and in each."""
 
-    Attributes:
-        up_hysteresis: correct drafts beyond the threshold that more steps need.
-        down_hysteresis: correct drafts by which the threshold for fewer steps is raised.
-        ceiling_coeff: steps per correct draft that are not exceeded; 0 for no such limit.
-        ema_alpha: weight of the last round in the moving average.
-        warmup_batches: rounds before the first interval begins.
-        update_interval: rounds of an interval, at whose end the slot decides.
-    """
-
-    up_hysteresis: Hysteresis = 0.0
-    down_hysteresis: Hysteresis = -0.25
+    up_hysteresis: Hysteresis = 0.0  # correct drafts beyond the threshold that more steps need
+    down_hysteresis: Hysteresis = -0.25  # by which the threshold for fewer steps is raised
+    # Steps per correct draft that are not exceeded; 0 for no such limit.
     ceiling_coeff: Annotated[float, Meta(ge=0, le=MAX_COEFF)] = 0.0
-    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2
-    warmup_batches: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = 10
+    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2  # weight of the last round in the average
+    warmup_batches: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = 10  # before the first interval
+    # Rounds of an interval, at whose end the slot decides.
     update_interval: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = 5
 
 
@@ -75,34 +68,21 @@ class SlotEntries(SlotNumbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class AdaptiveSlot(SlotEntries, frozen=True, kw_only=True):
-    """Says how batches of some sizes choose their steps; `next_steps` has the rule.
+    """Says how batches of some sizes choose their steps (`next_steps`), candidates ascending."""
 
-    Attributes:
-        min_batch_size: requests of the smallest batch, as the file has it.
-        candidate_steps: ascending, each once, from 0 to MAX_NUM_STEPS.
-    """
-
-    min_batch_size: int
+    min_batch_size: int  # as the file has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveConfig:
-    """
-    Attributes:
-        slots: by ascending batch size, at least one.
-    """
+    """Slots of batch sizes."""
 
-    slots: tuple[AdaptiveSlot, ...]
+    slots: tuple[AdaptiveSlot, ...]  # by ascending batch size, at least one
 
-    def slot_index(self, batch_size: int) -> int:
-        """The slot in `slots` that serves batches of this size: the last one that begins at or
-        below it, or the first one."""
+    def slot(self, batch_size: int) -> AdaptiveSlot:
+        """Returns the one that serves batches of this size."""
         above = bisect_right(self.slots, batch_size, key=lambda slot: slot.min_batch_size)
-        return max(0, above - 1)
-
-    def candidates(self, batch_size: int) -> tuple[int, ...]:
-        """All steps that batches of this size may ever have, ascending."""
-        return self.slots[self.slot_index(batch_size)].candidate_steps
+        return self.slots[max(0, above - 1)]
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
@@ -128,14 +108,8 @@ class AdaptiveConfig:
 
 
 def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
-    """
-    Args:
-        name_or_path: one of PRESETS, else a path; None for DEFAULT_PRESET. A file that has a
-            preset's name is reached as ./NAME.
-
-    Raises:
-        AdaptiveConfigError: for a file that cannot be read or says what cannot be met.
-    """
+    """Reads one of PRESETS, else a path; None: DEFAULT_PRESET. A file that has a preset's name is
+    reached as ./NAME. Raises `AdaptiveConfigError` if it cannot be read or used."""
     name = DEFAULT_PRESET if name_or_path is None else name_or_path
     place = f"{CONFIG_FLAG} {name if name.isprintable() else repr(name)}"
     path = PRESETS_DIR / f"{name}.json" if name in PRESETS else Path(name)
@@ -148,14 +122,7 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
 
 
 def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
-    """
-    Args:
-        data: a file's content.
-        place: what messages call it.
-
-    Raises:
-        AdaptiveConfigError: for what is not valid.
-    """
+    """Reads a file's content, which messages call `place`."""
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:

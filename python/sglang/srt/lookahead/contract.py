@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -25,90 +25,52 @@ from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
 class Stakes(NamedTuple):
-    """A length policy's bet on a step.
+    """A length policy's bet on a step."""
 
-    Attributes:
-        owed_ms: the step's price beyond the plain one, as far as it is not paid yet.
-        token_ms: worth of a token.
-    """
-
-    owed_ms: float
-    token_ms: float
+    owed_ms: float  # the step's price beyond the plain one, as far as it is not paid yet
+    token_ms: float  # worth of a token
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The look-ahead that a length policy grants a step.
+    """The look-ahead that a length policy grants a step."""
 
-    Attributes:
-        limit: the most tokens that an adjustable request may predict; 1 at least. One token is the
-            step's own, all others are masks or drafts.
-        num_rows: of a step that may be packed, the rows that it has room for, those of prompts
-            among them; None: as many as its requests could feed, so that there is nothing to
-            divide.
-        stakes: comes back with the outcome; None: the policy needs none.
-        settled: drafts of steps as they come; this step may try others. For people and metrics.
-        rests: if it proposes no drafts, the drafter's model may be left out of the step: no request
-            gets any for some time.
-    """
-
+    # The most tokens that an adjustable request may predict, the step's own one among them.
     limit: int
+    # Rows that a packed step has room for, also for prompts; None: for all that may be fed.
     num_rows: int | None = None
-    stakes: Stakes | None = None
-    settled: int = 0
+    stakes: Stakes | None = None  # comes back with the outcome; None: the policy needs none
+    settled: int = 0  # drafts of steps as they come, for people; this step may try others
+    # The drafter's model may be left out of a step without drafts: none come for some time.
     rests: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The rows that a step of R requests feeds and reads, as far as the host knows.
+    """The rows that a step of R requests feeds and reads, as far as the host knows."""
 
-    Attributes:
-        counts: rows, of each request the most.
-        max_pending: pending rows of any request that the target may confirm, the certain token's
-            counted, at most.
-        max_accepted: tokens that any request may be given, at most.
-        lookahead_token: fed by rows after the pending tokens.
-        wants_probs: the drafter looks at `ComputedStep.probs`.
-        wants_paths: of trees, results carry the confirmed paths (`GenerationBatchResult.paths`).
-        wants_scores: the record gets a copy of `Confidence.drafts` from before the step.
-        accepts_unconfirmed: the drafter says how many tokens unverified requests are given
-            (`Drafter.num_unconfirmed`); False: no such requests.
-        draft_length: chosen by a length policy: drafts of a request one after the other, or tokens
-            that it predicts from masks; results carry it.
-        num_drafts: R counts of drafts that requests have, fed or not, where the host knows them.
-        next_drafts: R counts of drafts that `propose` gives, likewise; empty: not known.
-        left_out: places among the R requests of those that the drafter is not fed, ascending: for
-            it they are not there, and no drafts follow.
-        without_model: likewise, of others that its models alone are not fed.
-        fed_again: rows of the page table whose last tokens were left out so, and which the models
-            are fed again from this step on.
-        budget: granted by a length policy; None: it was not asked.
-        num_drafted_for: requests that the step's drafts were to be proposed for, `draft_length` of
-            each; None where no request decodes, or nothing is drafted in rounds.
-    """
-
-    counts: StepCounts
-    max_pending: int = 1
-    max_accepted: int = 1
-    lookahead_token: int = NO_TOKEN
-    wants_probs: bool = False
-    wants_paths: bool = False
-    wants_scores: bool = False
-    accepts_unconfirmed: bool = False
+    counts: StepCounts  # rows, of each request the most
+    max_pending: int = 1  # rows of any request that may be confirmed, the certain token's counted
+    max_accepted: int = 1  # tokens that any request may be given
+    lookahead_token: int = NO_TOKEN  # fed by rows after the pending tokens
+    wants_probs: bool = False  # the drafter looks at `ComputedStep.probs`
+    wants_paths: bool = False  # results carry confirmed paths (`GenerationBatchResult.paths`)
+    wants_scores: bool = False  # the record copies `Confidence.drafts` from before the step
+    accepts_unconfirmed: bool = False  # requests may be given `Drafter.num_unconfirmed` tokens
+    # Chosen by a length policy, carried by results: drafts of a request one after the other, or
+    # tokens that it predicts from masks.
     draft_length: int = 0
-    num_drafts: Sequence[int] = ()
-    next_drafts: Sequence[int] = ()
+    num_drafts: Sequence[int] = ()  # R counts that requests have, fed or not, if the host knows
+    next_drafts: Sequence[int] = ()  # R counts that `propose` gives; empty: not known
+    # Ascending places among the R requests: those that are not there for the drafter and get no
+    # drafts, and others that its models alone are not fed.
     left_out: Sequence[int] = ()
     without_model: Sequence[int] = ()
-    fed_again: Sequence[int] = ()
-    budget: Budget | None = None
+    fed_again: Sequence[int] = ()  # rows of the table that models are fed anew from this step on
+    budget: Budget | None = None  # granted by a length policy; None: it was not asked
+    # Requests that drafts of this step were to be proposed for, `draft_length` of each; None where
+    # no request decodes, or nothing is drafted in rounds.
     num_drafted_for: int | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Tells whether no request looks ahead."""
-        return self.counts.is_plain
 
     @property
     def rests(self) -> bool:
@@ -118,33 +80,25 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A launched step, for those on the host who learn from its result.
+    """A launched step, for those on the host who learn from its result."""
 
-    Attributes:
-        rows: R rows of the page table.
-        lens: `Drafter.lens` from before the step.
-        scores: `Confidence.drafts` from before the step, if `StepPlan.wants_scores`.
-        notes: taken by debugging while the step was launched.
-    """
-
-    rows: Sequence[int]
+    rows: Sequence[int]  # R rows of the page table
     plan: StepPlan
-    lens: HostCopy | None = None
-    scores: HostCopy | None = None
-    notes: list[object] = field(default_factory=list)
+    lens: HostCopy | None = None  # `Drafter.lens` from before the step
+    scores: HostCopy | None = None  # `Confidence.drafts`, likewise, if `StepPlan.wants_scores`
+    notes: list[object] = field(default_factory=list)  # of debugging, while it was launched
 
 
-class Planner(Protocol):
-    """Decides on the host how far requests look ahead, by default not at all. Looks at no device
-    and reads no clock."""
+class Planner:
+    """Decides on the host how far requests look ahead, by default not at all: each feeds its prompt
+    or its pending token, and is given one. Looks at no device and reads no clock."""
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """Rows that a request with these parameters needs per step."""
         return PLAIN_WIDTH
 
     def admit(self, new_rows: list[NewRow]) -> None:
-        """Requests that have just got a row, before the first step with them is planned."""
-        return
+        """Hears of requests that just got a row, before the first step with them is planned."""
 
     def plan(self, batch: ScheduleBatch, lens: Sequence[int] | None = None) -> StepPlan:
         """Plans what the next step feeds and reads. The step before has not been read yet.
@@ -157,8 +111,3 @@ class Planner(Protocol):
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         """Learns from a step that has been read. Called for each step, in the order of launches."""
-        return
-
-
-class PlainPlanner(Planner):
-    """Each request feeds its prompt or its pending token, and is given one."""

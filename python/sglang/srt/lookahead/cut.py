@@ -1,21 +1,32 @@
-"""Computes how many drafts a step should verify: their worth, the cost of rows, and the best
-number.
+"""Chooses on the host how many drafts a step verifies, from what it read last: by their worth and
+by the cost of rows.
 
-Plain arithmetic on the host. A **draft's score** is the product of the head's probabilities along
-its chain up to itself, so it is high if the draft and all before it are probably right. A step of
-n requests that verifies k drafts has n + k rows: one certain token of each request, and the drafts.
+A **draft's score** is the product of the head's probabilities along its chain up to itself, so it
+is high if the draft and all before it are probably right. A step of n requests that verifies k
+drafts has n + k rows: one certain token of each request, and the drafts.
+
+Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of that
+many drafts, and the device divides them among the requests by the scores of these very drafts
+(`RowPacking`). Where all of them pay, the step is the one that it would be without this.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from sglang.srt.lookahead.contract import StepRecord
+from sglang.srt.lookahead.prompt_mix import case_of
+from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
+from sglang.srt.step.price_table import no_graphs
+from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
+from sglang.srt.step.step_ops import PackedSize, StepCounts
+from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 Floats = NDArray[np.float64]
 
@@ -24,7 +35,10 @@ NUM_BINS = 32
 BIN_TRIALS = 256.0  # that each bin remembers
 TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
 PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
-JUMP = 0.15  # share by which latency rises where a new segment begins
+LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
+GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
+SCORE_STEPS = 4  # after this many steps scores are read anew
+LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
 class Calibration:
@@ -40,44 +54,46 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._tried = np.zeros(NUM_BINS)
-        self._confirmed = np.zeros(NUM_BINS)
+        # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
+        self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
         self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self._chances: Floats | None = None  # of the centres; None: to be computed
         self._num_told = 0
 
     def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
-        """Hears of drafts that were verified.
-
-        Args:
-            scores: [n] float, 0 to 1.
-            confirmed: [n] bool; whether the draft and all before it were.
-        """
-        told, right = bounded_scores(scores), np.asarray(confirmed, np.float64)
+        """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
+        were confirmed, and all before them."""
+        told = np.asarray(scores, np.float64)
         if told.size == 0:
             return
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        self._tried += np.bincount(bins, minlength=NUM_BINS)
-        self._confirmed += np.bincount(bins, right, minlength=NUM_BINS)
-        kept = np.minimum(1.0, BIN_TRIALS / np.maximum(self._tried, 1.0))
-        self._tried *= kept
-        self._confirmed *= kept
+        bins[np.asarray(confirmed, np.bool_)] += NUM_BINS
+        found = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        found[0] += found[1]
+        self._counts += found
+        self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
         if self._num_told % TOLD_ANEW == 0:
             self._chances = None
         self._num_told += 1
 
-    def predict(self, scores: ArrayLike) -> Floats:
-        """Chances of the same shape; between the centres of bins they are interpolated."""
+    @property
+    def chances(self) -> Floats:
+        """Those of the centres of bins; another array once they were computed anew."""
         if self._chances is None:
             weights = self._tried + PRIOR_TRIALS
             shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
             self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
-        return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
+        return self._chances
+
+    def predict(self, scores: ArrayLike) -> Floats:
+        """Chances of the same shape; between the centres of bins they are interpolated."""
+        return np.interp(np.asarray(scores, np.float64), self._centres, self.chances)
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
     """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
-    return np.fmin(np.fmax(np.asarray(values, np.float64), 0.0), 1.0)
+    found: Floats = np.fmax(values, 0.0, dtype=np.float64)
+    return np.fmin(found, 1.0)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:
@@ -94,78 +110,12 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
     return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
 
 
-class Segment(NamedTuple):
-    """Numbers of rows, from the first to the last measured, between which latency is a line of
-    `slope` milliseconds per row, and `intercept` at none."""
-
-    first: int
-    last: int
-    slope: float
-    intercept: float
-
-    def at(self, num_rows: int) -> float:
-        """Milliseconds."""
-        return self.intercept + self.slope * num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class PiecewiseLinearLatency:
-    """Milliseconds by rows as lines with cliffs between them: what people see of the GPU's tiles.
-
-    A new segment begins wherever the next size measured takes more than JUMP longer. Within one,
-    the line is that of least squares. `compute_optimal_k` goes by what was measured, a
-    `LatencyTable`, since some sizes cost more than larger ones and no line says so.
-    """
-
-    segments: tuple[Segment, ...]
-
-    @classmethod
-    def fit(cls, sizes: Sequence[int], costs_ms: Sequence[float]) -> PiecewiseLinearLatency:
-        """From at least one size; sizes ascend."""
-        starts = [0]
-        for index, (before, after) in enumerate(itertools.pairwise(costs_ms)):
-            if after > before * (1 + JUMP):
-                starts.append(index + 1)
-        ends = [*starts[1:], len(sizes)]
-        pieces = map(slice, starts, ends)
-        return cls(tuple(_fitted(sizes[piece], costs_ms[piece]) for piece in pieces))
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The last number of rows of each segment."""
-        return tuple(segment.last for segment in self.segments)
-
-    def at(self, num_rows: int) -> float:
-        """Milliseconds of a number of rows: between two segments those of the later one, since a
-        GPU computes whole tiles, and beyond the last one as its line goes on."""
-        index = bisect.bisect_left(self.ends, num_rows)
-        return self.segments[min(index, len(self.segments) - 1)].at(num_rows)
-
-
-def _fitted(sizes: Sequence[int], costs_ms: Sequence[float]) -> Segment:
-    x, y = np.asarray(sizes, np.float64), np.asarray(costs_ms, np.float64)
-    spread = ((x - x.mean()) ** 2).sum()
-    slope = float(((x - x.mean()) * (y - y.mean())).sum() / spread) if spread else 0.0
-    return Segment(sizes[0], sizes[-1], slope, float(y.mean() - slope * x.mean()))
-
-
 @dataclass(frozen=True, slots=True)
 class LatencyTable:
-    """Milliseconds of rounds by the bucket of rows that they are padded to.
+    """Milliseconds of rounds by the bucket of rows that they are padded to."""
 
-    Attributes:
-        rows: ascending; the most rows that each bucket has room for. The last one has room for all
-            drafts.
-        costs_ms: of each, above 0; a larger bucket may be the cheaper one.
-    """
-
-    rows: tuple[int, ...]
-    costs_ms: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        assert self.rows, "A table without buckets."
-        assert len(self.rows) == len(self.costs_ms), "A bucket has one price."
-        assert all(cost > 0 for cost in self.costs_ms), "A round takes time."
+    rows: tuple[int, ...]  # ascending; room of each bucket, of the last one for all drafts
+    costs_ms: tuple[float, ...]  # of each, above 0; a larger bucket may be the cheaper one
 
     @property
     def most_gain(self) -> float:
@@ -176,28 +126,24 @@ class LatencyTable:
 def compute_optimal_k(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> int:
-    """Returns how many drafts to verify, see `best_cut`; chances as for `expected_right`."""
-    return best_cut(expected_right(chances), num_requests, table, least_gain)[0]
+    """Returns how many drafts to verify (`best_cut`) of those with such chances, in any order and
+    shape, that each and all before it are confirmed."""
+    ascending = np.sort(bounded_scores(chances), axis=None)
+    return best_cut(expected_right(ascending), num_requests, table, least_gain)[0]
 
 
-def expected_right(chances: ArrayLike) -> Floats:
-    """[1 + n]; of the likeliest 0, 1, ... n drafts those that are right, on average.
-
-    Args:
-        chances: n float in any order and shape; of each draft, that it and all before it are
-            confirmed.
-    """
-    ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
-    sums = np.zeros(1 + ordered.size)
-    np.cumsum(ordered, out=sums[1:])
+def expected_right(ascending: Floats) -> Floats:
+    """Returns [1 + n]: how many of the likeliest 0, 1, ... n drafts are right on average, by their
+    chances."""
+    sums = np.zeros(1 + ascending.size)
+    ascending[::-1].cumsum(out=sums[1:])
     return sums
 
 
 def best_cut(
     right: Floats, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> tuple[int, float]:
-    """Computes how many drafts to verify, of all requests together, for most tokens per
-    millisecond.
+    """Computes how many drafts of all requests to verify for most tokens per millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
@@ -206,21 +152,265 @@ def best_cut(
 
     Args:
         right: see `expected_right`.
-        table: of rounds of `num_requests` requests.
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
-        0 to n, of equally good numbers the largest; so all where rows cost nothing. And its tokens
-        per millisecond divided by those of verifying all, 1 or more.
+        0 to n, of equally good numbers the largest, and its tokens per millisecond divided by those
+        of verifying all, 1 or more.
     """
     most = whole = len(right) - 1
     best, best_rate, rate = most, 0.0, 0.0
     for rows, cost_ms in zip(table.rows, table.costs_ms, strict=True):
         if most and rows >= num_requests:
             whole = min(rows - num_requests, most)
-            rate = (num_requests + float(right[whole])) / cost_ms
+            rate = (num_requests + right.item(whole)) / cost_ms
             if rate >= best_rate:
                 best, best_rate = whole, rate
     if best_rate <= rate * (1.0 + least_gain):
         return whole, 1.0
     return best, best_rate / rate
+
+
+class TileSpec:
+    """Cuts steps of drafts to the rows that pay.
+
+    The host does not know the scores of the drafts at hand. It takes them to be distributed as
+    those of a step that it read lately, and turns scores into chances by how often drafts of such
+    scores were confirmed (`Calibration`); of a tree, those on the confirmed path were.
+
+    It gives the prices of rounds that it cuts (`RoundPrices`), for policies that choose how many
+    drafts there are. A policy divides the tokens of a whole round by its price. A cut round gives
+    fewer tokens in less time, so its price is that of the whole round divided by what cutting gains
+    in tokens per millisecond.
+
+    Args:
+        rounds: what whole rounds cost.
+        packs_in_graphs: packed steps replay graphs. If not, they are priced without.
+        fixed: see `RoundOptions.tile_spec_drafts`.
+        has_trees: drafts are trees, each with its nodes in the order of their scores.
+    """
+
+    def __init__(
+        self,
+        rounds: MeasuredRoundPrices,
+        packs_in_graphs: bool = True,
+        fixed: float | None = None,
+        has_trees: bool = False,
+    ) -> None:
+        self._rounds = self._packed = rounds
+        self._fixed, self._has_trees = fixed, has_trees
+        if not packs_in_graphs:
+            extend = replace(rounds.head.extend, find=no_graphs)
+            target = replace(rounds.target, find=no_graphs)
+            self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
+        self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
+        self._calibration = Calibration()
+        self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
+        # Of the centres of bins, and of these scores, ascending, by the longest chain.
+        self._chances = dict[int, tuple[Floats, Floats]]()
+        self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
+        self._lots = random.Random(0)
+        self._num_read = self._num_scored = 0  # steps, and those of them with drafts
+        # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
+        # they were looked at last.
+        self._known = dict[tuple[int, int, int, int], LatencyTable]()
+        self._gains = dict[tuple[int, int, int, int], float]()
+
+    def cut(
+        self,
+        batch: ScheduleBatch,
+        counts: StepCounts,
+        num_drafts: Sequence[int],
+        is_probe: bool = False,
+    ) -> tuple[StepCounts, bool]:
+        """Returns the counts of a step with the rows that pay, or those of all drafts, and whether
+        their scores are wanted. Called once for each step that has drafts, when all before it have
+        been launched; a probe tries them, whatever they are thought to be worth."""
+        case = case_of(batch, num_drafting=len(num_drafts) - num_drafts.count(0))
+        [(_, prompt_rows)] = case.prompts
+        table = self._table(case, max(num_drafts), prompt_rows)
+        if table.most_gain <= LEAST_GAIN and self._fixed is None:
+            return counts, False
+        if is_probe:
+            return counts, True
+        num_rows = counts.num_rows
+        num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
+        if num_cut:  # as far as padding would not take the rows
+            whole = len(counts.q_lens), max(counts.q_lens)
+            num_cut = num_rows - self._room(*whole, num_rows - num_cut)
+        if num_cut > 0:
+            size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
+            numbers = counts.q_lens, counts.num_read, counts.num_predicted
+            counts = StepCounts(*numbers, counts.emits_only_confirmed, packed=size)
+        return counts, True
+
+    def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
+        """Returns `table` as it was looked up last."""
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
+        if key not in self._known:
+            self._known[key] = self.table(case, num_drafts, prompt_rows)
+        return self._known[key]
+
+    def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
+        """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
+        at least, beside rows of prompts; the last bucket is the round that verifies all."""
+        rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        times = [cost.rows_ms + cost.kv_ms * case.kv_tokens for cost in costs]
+        if prompt_rows:
+            pairs = zip(rows, times, strict=True)
+            times = [ms - self._rounds.prompts_ms(prompt_rows, count, ms) for count, ms in pairs]
+        return LatencyTable(rows, tuple(times))
+
+    def _buckets_of(
+        self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
+    ) -> tuple[tuple[int, ...], list[LatencyByKV]]:
+        """Returns the rows and the cost of each bucket, as they were measured."""
+        width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
+        sizes = (size - prompt_rows for size in self._packed.target.sizes)
+        least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
+        wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
+        rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})
+        rows = (*(room for room in rooms if room < most), most)
+        prices = [*[self._packed] * (len(rows) - 1), self._rounds]
+        pairs = zip(prices, rows, strict=True)
+        beside = prompt_rows, num_plain
+        return rows, [each.cost(num_reqs, num_drafts, room, *beside) for each, room in pairs]
+
+    def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
+        """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
+        key = self._packed.target.find(num_reqs, widest, num_rows)
+        return num_rows if key is None else key.num_tokens
+
+    def num_verified(self, table: LatencyTable, num_drafts: Sequence[int], num_decodes: int) -> int:
+        """Returns how many of the drafts pay; all while nothing is known of any."""
+        most = sum(num_drafts)
+        if self._fixed is not None:
+            return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
+        if self._scores is None:
+            return most
+        right = self._expected(max(num_drafts), most)
+        return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
+
+    def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
+        """Divides the tokens per millisecond of rounds that verify what pays, of chains of
+        `num_drafts`, by those of rounds that verify all; beside these rows of prompts alone."""
+        if self._scores is None or num_drafts == 0:
+            return 1.0
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
+        if key not in self._gains:
+            count = (case.num_reqs - case.num_plain) * num_drafts
+            right = self._expected(num_drafts, count)
+            table = self._table(case, num_drafts, prompt_rows)
+            self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
+        return self._gains[key]
+
+    @property
+    def spread(self) -> float:
+        return self._rounds.spread
+
+    def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
+        total_ms = 0.0
+        for chance, rows in upcoming.prompts:
+            whole_ms = self._rounds.beside_ms(upcoming, num_drafts, rows)
+            # A few rows of prompts more change the gain little, and it takes long to compute.
+            some = -(-rows // GAIN_GRAIN) * GAIN_GRAIN
+            total_ms += chance * whole_ms / self.gain(upcoming, num_drafts, some)
+        return total_ms
+
+    def _expected(self, longest: int, count: int) -> Floats:
+        """See `expected_right`; of `count` drafts, of chains of `longest`."""
+        key = longest, count
+        if key not in self._right:
+            curve, chances = self._chances.get(longest, (None, None))
+            if chances is None or curve is not self._calibration.chances:
+                assert self._scores is not None, "They were read."
+                scores = ordered_scores(self._scores, longest)
+                curve, chances = self._calibration.chances, self._calibration.predict(scores)
+                self._chances[longest] = curve, chances
+            self._right[key] = expected_right(resampled(chances, count))
+        return self._right[key]
+
+    def observe(self, record: StepRecord, result: HostResult) -> list[int]:
+        """Learns from a step, cut or whole. Returns R counts of tokens that requests accepted, or
+        would have accepted uncut: if all drafts that a cut chain fed were right, its other drafts
+        are drawn at random, each right with its chance given those before it. Otherwise a policy
+        would take drafts that were cut for wrong ones, or learn from likely drafts alone. Trees are
+        not continued: policies of trees go by paths."""
+        self._num_read += 1
+        if self._num_read % LOOK_STEPS == 0:
+            self._known.clear()
+            self._gains.clear()
+        num_drafts, fed = record.plan.num_drafts, result.num_drafts
+        accepted = [count or 1 for count in result.accept_lens]
+        if record.scores is None:  # others were copied before the step ran: nothing is waited for
+            return accepted
+        chains = record.scores.read()[0].numpy().take(record.rows, 0)[:, : max(num_drafts)]
+        told = bounded_scores(chains).cumprod(axis=1)
+        if fed and not self._has_trees:
+            self._continue(accepted, fed, num_drafts, told)
+        num_fed, num_taken = np.array(fed or num_drafts), np.array(result.accept_lens)
+        paths: Sequence[Sequence[int]] = result.paths
+        if 0 in num_drafts:
+            drafting = np.flatnonzero(num_drafts)
+            told, num_fed, num_taken = told[drafting], num_fed[drafting], num_taken[drafting]
+            paths = [path for path, count in zip(paths, num_drafts, strict=False) if count]
+        numbers = np.arange(1, 1 + told.shape[1])
+        if self._has_trees:
+            confirmed = confirmed_nodes(np.array(paths), num_taken - 1, told.shape[1])
+        else:
+            confirmed = numbers < num_taken[:, None]
+        was_fed = numbers <= num_fed[:, None]
+        self._calibration.observe(told[was_fed], confirmed[was_fed])
+        if self._num_scored % SCORE_STEPS == 0:
+            self._scores = told
+            self._chances.clear()
+            self._right.clear()
+        self._num_scored += 1
+        return accepted
+
+    def _continue(
+        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Floats
+    ) -> None:
+        """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
+        numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
+        cut = [index for index, (taken, n, most) in numbers if taken == n + 1 <= most]
+        told, draw = scores[cut], self._lots.random
+        chains = zip(cut, self._calibration.predict(told).tolist(), told.tolist(), strict=True)
+        for index, chain, there in chains:
+            left = slice(fed[index], num_drafts[index])
+            before = chain[left.start - 1] if left.start else 1.0
+            for chance, score in zip(chain[left], there[left], strict=True):
+                if not score or draw() * before >= chance:  # after 0 there are no drafts
+                    break
+                before = chance
+                accepted[index] += 1
+
+
+def confirmed_nodes(
+    paths: NDArray[np.int64], num_confirmed: NDArray[np.int64], num_drafts: int
+) -> NDArray[np.bool_]:
+    """Returns [D, num_drafts]: which drafts of D trees are on their paths [D, M] of nodes from the
+    root, 0, on, of which `num_confirmed` [D] drafts count; draft j is node j + 1."""
+    is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
+    nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
+    nodes[np.arange(len(paths))[:, None], np.where(is_on_path, paths, 0)] = True
+    return nodes[:, 1:]
+
+
+def ordered_scores(scores: Floats, longest: int) -> Floats:
+    """Ascending scores of the first `longest` drafts of each chain, of [D, S] with D and S at least
+    1. Chains that are shorter are thought of as going on like their last draft."""
+    lacking = longest - scores.shape[1]
+    if lacking > 0:
+        before = scores[:, -2].sum() if scores.shape[1] > 1 else len(scores)
+        survival = scores[:, -1].sum() / before if before > 0 else PRIOR_CONFIDENCE
+        further = survival ** np.arange(1, lacking + 1)
+        scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
+    return np.sort(scores[:, :longest], axis=None)
+
+
+def resampled(ordered: Floats, count: int) -> Floats:
+    """Returns `count` ascending numbers, 1 at least, that are distributed as the ordered ones."""
+    if count == ordered.size:
+        return ordered
+    return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]

@@ -14,10 +14,10 @@ from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.matched_drafts import KINDS, class_of
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.tile_spec import TileSpec
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_ops import StepCounts
@@ -34,10 +34,10 @@ class LeftOutRows:
 
     def __init__(self, modelless: str | None = None) -> None:
         self._modelless = modelless
-        self._off = set[int]()  # rows of requests that take no drafts
-        self._without_model = set[int]()  # and of those that take none of the model
-        self._behind = set[int]()  # rows of requests whose last tokens were left out
-        self._lacking = set[int]()  # and of those whose earlier ones were
+        # Rows of requests that take no drafts, and of those that take none of the model.
+        self._off, self._without_model = set[int](), set[int]()
+        # Rows of requests whose last tokens were left out, and of those whose earlier ones were.
+        self._behind, self._lacking = set[int](), set[int]()
 
     def lacks_tokens(self, rows: Sequence[int]) -> bool:
         """Tells whether tokens of a request were left out since it got its row."""
@@ -54,8 +54,8 @@ class LeftOutRows:
             self._without_model.add(new.row)
 
     def of_step(self, rows: Sequence[int], rests: bool) -> tuple[Sequence[int], ...]:
-        """Returns `left_out`, `without_model` and `fed_again` of the plan of a step of these rows,
-        and notes what it leaves out."""
+        """Returns `left_out`, `without_model` and `fed_again` of the plan of a step, and notes what
+        it leaves out."""
         if rests:
             self._behind.update(set(rows) - self._off - self._without_model)
             return list(range(len(rows))), (), ()
@@ -66,14 +66,9 @@ class LeftOutRows:
 
 
 class DraftPlanner(Planner):
-    """Plans by a policy of drafts, for one entry per row of the page table.
-
-    Attributes:
-        tile_spec: cuts steps to the drafts that pay; None: all are verified.
-
-    Args:
-        left_out: the tokens that the drafter's model was not fed; None: it must be fed all.
-    """
+    """Plans by a policy of drafts, for one entry per row of the page table. `tile_spec` cuts steps
+    to the drafts that pay, else all are verified; without `left_out` the drafter's model must be
+    fed all tokens."""
 
     def __init__(
         self,
@@ -103,8 +98,9 @@ class DraftPlanner(Planner):
             self._num_pending_drafts[new.row] = 0
             self._limits.pop(new.row, None)
             choice, most = new.params.speculative, self._options.max_drafts
-            if choice.is_off or (choice.max_drafts or most) < most:
-                self._limits[new.row] = 0 if choice.is_off else choice.max_drafts or most
+            limit = 0 if choice.is_off else choice.max_drafts or most
+            if limit < most:
+                self._limits[new.row] = limit
             if self._left_out is not None:
                 self._left_out.admit(new)
 
@@ -119,10 +115,8 @@ class DraftPlanner(Planner):
         if self.tile_spec is not None and most:
             is_probe = most > options.num_drafts(draft_length)
             counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts, is_probe)
-        budget = self._budget(batch, lens or self._match_lens)
-        if budget is None:
-            self._last_choice = draft_length, 0
-        else:
+        budget, self._last_choice = self._budget(batch, lens or self._match_lens), (draft_length, 0)
+        if budget is not None:
             next_length = budget.limit - 1
             self._last_choice = budget.settled, batch.emits.count(True)
         max_accepted = 1 + min(most, options.max_confirmed or most)
@@ -131,8 +125,7 @@ class DraftPlanner(Planner):
         left_out: tuple[Sequence[int], ...] = (), (), ()
         if self._left_out is not None:
             # A step of chunks alone has no decodes, which are what the head delays.
-            is_idle = most == max(next_drafts) == 0
-            rests = is_idle and budget is not None and budget.rests
+            rests = budget is not None and budget.rests and most == max(next_drafts) == 0
             left_out = self._left_out.of_step(batch.rows, rests)
         asks_paths = wants_scores or (self.policy.reads_matches and most > 0)
         return StepPlan(
@@ -151,11 +144,9 @@ class DraftPlanner(Planner):
         )
 
     def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
-        """Asks the policy, which hears of steps that emit for a request which takes drafts,
-        whatever tiers there are.
-
-        Requests are counted by kind: their next step is taken to have the same. Of the match after
-        a prompt nothing is known yet. Those that take no drafts have no kind."""
+        """Asks the policy, which hears of steps that emit for a request which takes drafts. These
+        are counted by kind, which their next step is taken to have too: nothing is known of the
+        match after a prompt, and requests that take no drafts have no kind."""
         split, limits = batch.num_prompts, self._limits
         groups = list(compress(batch.rows[:split], batch.emits)), batch.rows[split:]
         new, old = groups
@@ -178,7 +169,7 @@ class DraftPlanner(Planner):
         return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int, tier: int) -> list[int]:
-        """Drafts that each request of a step is given for its next one."""
+        """Returns how many drafts each request of a step is given for its next one."""
         if tier == 0:
             return [0] * len(batch.rows)
         num_slots, num_drafts = self._options.num_draft_slots(tier), self._options.num_drafts(tier)
@@ -220,17 +211,10 @@ def _places(rows: Sequence[int], chosen: set[int]) -> Sequence[int]:
 def drafts_of_requests(
     batch: ScheduleBatch, max_accepted: int, num_steps: int, num_drafts: int
 ) -> list[int]:
-    """R counts of drafts (`StepPlan.next_drafts`): as many of each request that drafts, else 0.
-
-    A request drafts if the step emits tokens of it and it has slots for all draft steps, however
-    many rows the step keeps. All others are left out, such as prompts that are read in chunks and
-    requests without look-ahead, so nothing of theirs is read or written, and no column past a
-    row's end, which has no slots.
-
-    Args:
-        max_accepted: see `StepPlan`.
-        num_steps: slots that draft steps need.
-    """
+    """Returns `StepPlan.next_drafts`: as many of each request that drafts, else 0. A request drafts
+    if the step emits tokens of it, and it has the `num_steps` slots of draft steps however many
+    rows the step keeps. Of others, such as prompts that are read in chunks, nothing is read or
+    written, nor past a row's end, which has no slots."""
     split, least = batch.num_prompts, max_accepted + num_steps
     prompts = zip(batch.emits[:split], batch.num_prompt_tokens, batch.max_q_lens, strict=False)
     return [
@@ -243,8 +227,8 @@ def drafts_of_requests(
 
 
 def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
-    """The counts of a step in which prompts are fed, and every other request feeds its certain
-    token and its drafts, R counts, 0 where a prompt is fed. It is plain where there are none."""
+    """Counts a step in which prompts are fed, and every other request feeds its certain token and
+    its drafts, of R counts, 0 where a prompt is fed. It is plain where there are none."""
     if not any(num_drafts):
         return StepCounts.plain(batch)
     emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
@@ -256,8 +240,8 @@ def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCou
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> StepPlan:
-    """The plan of a step of which the host knows how many drafts there are, as for
-    `counts_of_drafts`; max_confirmed: see `DrafterNeeds`."""
+    """Plans a step with these drafts, as for `counts_of_drafts`; max_confirmed: see
+    `DrafterNeeds`."""
     most = max(num_drafts)
     return StepPlan(
         counts=counts_of_drafts(batch, num_drafts),

@@ -14,45 +14,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from sglang.srt.lookahead.adaptive_config import (
-    AdaptiveConfig,
-    AdaptiveSlot,
-    read_adaptive_config,
-)
+from sglang.srt.lookahead.adaptive_config import AdaptiveConfig, AdaptiveSlot, read_adaptive_config
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 
-@dataclass(kw_only=True, slots=True)
 class SlotState:
-    """The state that a slot has reached.
+    """The state that a slot has reached. Initial steps that are no candidate give way to the middle
+    one, of two the higher: from there it is least far to any other, and it drafts if any does."""
 
-    Attributes:
-        steps: of its rounds from now on, one of its candidates.
-        ema: correct drafts of a request in a round, lately.
-        num_rounds: rounds counted, also those without drafts.
-        has_drafted: whether its rounds ever had drafts; until then `ema` means nothing.
-    """
-
-    slot: AdaptiveSlot
-    steps: int
-    ema: float
-    num_rounds: int = 0
-    has_drafted: bool
-
-    @classmethod
-    def first(cls, slot: AdaptiveSlot, initial_steps: int) -> SlotState:
-        """Makes the state before the first round. Initial steps that are no candidate give way to
-        the middle one, of two the higher: from there it is least far to any other, and it drafts if
-        any does."""
+    def __init__(self, slot: AdaptiveSlot, initial_steps: int) -> None:
         candidates = slot.candidate_steps
         is_candidate = initial_steps in candidates
-        steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
-        return cls(slot=slot, steps=steps, ema=max(0.0, steps - 1.0), has_drafted=steps > 0)
+        self.slot = slot
+        self.steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
+        self.ema = max(0.0, self.steps - 1.0)  # correct drafts of a request in a round, lately
+        self.num_rounds = 0  # also those without drafts
+        self.has_drafted = self.steps > 0  # ever; until then `ema` means nothing
 
     def count(self, mean_correct: float) -> None:
         """Counts a round of `steps`; correct drafts per request mean nothing if these are 0."""
@@ -71,11 +52,9 @@ class SlotState:
 def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
     """The decision: fewer steps if few drafts are right, else more if nearly all are.
 
-    From 0 it goes to the least steps that draft, if there are any, to look how drafts do now.
-
-    Args:
-        steps: those that `ema` is of, one of the slot's candidates.
-        ema: correct drafts of a request in a round.
+    From 0 it goes to the least steps that draft, if there are any, to look how drafts do now. Steps
+    that do not rise are bounded by a ceiling; if it allows none, they are the fewest candidate.
+    `ema` are correct drafts of a request in a round of `steps`, one of the slot's candidates.
     """
     candidates = slot.candidate_steps
     if steps == 0:
@@ -88,33 +67,16 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
         last = len(candidates) - 1
         while index < last and ema > candidates[index] - 0.5 + slot.up_hysteresis:
             index += 1
-    target = candidates[index]
-    return target if target > steps else _capped(slot, target, ema)
-
-
-def _capped(slot: AdaptiveSlot, target: int, ema: float) -> int:
-    """The most steps up to `target` that the ceiling allows, or else the fewest candidate.
-
-    If all steps that draft are above the ceiling and 0 is a candidate, drafting ends; the next
-    decision looks again.
-    """
-    if slot.ceiling_coeff <= 0:
-        return target
+    if index > start or slot.ceiling_coeff <= 0:
+        return candidates[index]
     ceiling = max(1, math.ceil(ema * slot.ceiling_coeff))
-    allowed = [steps for steps in slot.candidate_steps if steps <= min(ceiling, target)]
-    return allowed[-1] if allowed else slot.candidate_steps[0]
+    allowed = [steps for steps in candidates[: index + 1] if steps <= ceiling]
+    return allowed[-1] if allowed else candidates[0]
 
 
 class AdaptiveSpeculativeParams:
-    """The steps of every slot, and what they learn from rounds.
-
-    Args:
-        initial_steps: of each slot that has them among its candidates, see `SlotState.first`. They
-            become no candidate of others.
-        cfg_path: a preset or a file, see `read_adaptive_config`, which may raise
-            `AdaptiveConfigError`; None for the default.
-        config: what has been read already, instead of a path.
-    """
+    """The steps of every slot, and what they learn from rounds; a path as for
+    `read_adaptive_config`, or a configuration that has been read."""
 
     def __init__(
         self,
@@ -125,35 +87,27 @@ class AdaptiveSpeculativeParams:
     ) -> None:
         self._config = read_adaptive_config(cfg_path) if config is None else config
         self.candidate_steps = self._config.candidate_steps
-        self._states = [SlotState.first(slot, initial_steps) for slot in self._config.slots]
+        slots = self._config.slots
+        self._states = {slot.min_batch_size: SlotState(slot, initial_steps) for slot in slots}
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:
-        return self._states[self._config.slot_index(batch_size)]
+        return self._states[self._config.slot(batch_size).min_batch_size]
 
     def on_verify_complete(
-        self,
-        num_correct_drafts_per_req: Sequence[int],
-        batch_size: int,
-        *,
-        steps: int | None = None,
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int | None = None
     ) -> bool:
         """Counts a round that has been verified. Ignores a round without requests, and one that was
-        launched before its slot changed its steps.
+        launched before its slot changed its steps. True if it changes them now.
 
         Args:
-            num_correct_drafts_per_req: correct drafts of each request, without the model's own
-                token. Pass zeros for a round without drafts: a slot at 0 steps counts rounds until
-                it drafts again.
-            batch_size: the size that `get_steps_for_batch` was given. It may exceed the number of
-                requests, since graphs pad batches.
+            num_correct_drafts_per_req: without the model's own token; zeros for a round without
+                drafts: a slot at 0 steps counts rounds until it drafts again.
+            batch_size: given to `get_steps_for_batch`; graphs may pad the batch to it.
             steps: the steps that the round was drafted with; None: those of its slot now.
-
-        Returns:
-            True if the slot has changed its steps.
         """
         state = self.state_for_batch(batch_size)
         before = state.steps
@@ -162,13 +116,10 @@ class AdaptiveSpeculativeParams:
         return state.steps != before
 
 
-class AdaptiveController:
-    """The tier policy of `--speculative-adaptive-strategy ema`.
-
-    Before each draft it asks for the steps of the batch's slot, and after each verification it
-    tells the slot's average. A round keeps the tier that it was drafted with: a new one counts from
-    the next draft on.
-    """
+class AdaptiveController(AdaptiveSpeculativeParams):
+    """The tier policy of `--speculative-adaptive-strategy ema`, by the sizes to which batches are
+    padded. A round keeps the tier that it was drafted with: a new one counts from the next draft
+    on."""
 
     needs_prices = reads_matches = may_rest = False
 
@@ -178,22 +129,17 @@ class AdaptiveController:
         return options.adaptive.candidate_steps
 
     def __init__(self, parts: PolicyParts) -> None:
-        options = parts.options
-        self.params = AdaptiveSpeculativeParams(options.initial, config=options.adaptive)
+        super().__init__(parts.options.initial, config=parts.options.adaptive)
         self._graph_size = parts.graph_size
-        self.settled = self.activate_step_by_batch(1)
+        self.activate_step_by_batch(1)
+
+    def state_for_batch(self, batch_size: int) -> SlotState:
+        return super().state_for_batch(self._graph_size(batch_size))
 
     def activate_step_by_batch(self, batch_size: int) -> int:
-        """The tier of the next round of a batch: that of the size they are padded to."""
-        self.settled = self.params.get_steps_for_batch(self._graph_size(batch_size))
+        """Returns the tier of the next round of a batch."""
+        self.settled = self.get_steps_for_batch(batch_size)
         return self.settled
-
-    def on_verify_complete(
-        self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int
-    ) -> None:
-        """Hears a round that was drafted with `steps` steps."""
-        size = self._graph_size(batch_size)
-        self.params.on_verify_complete(num_correct_drafts_per_req, size, steps=steps)
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         steps = self.activate_step_by_batch(upcoming.num_reqs)

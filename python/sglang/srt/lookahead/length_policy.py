@@ -17,24 +17,16 @@ from sglang.srt.step.price_table import PriceTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyParts:
-    """The parts that a policy is made of.
-
-    Attributes:
-        num_rows: of the page table.
-        max_prompt_rows: of a step.
-        steps: prices of steps; None where none were measured.
-        rounds: prices of rounds, of a drafter of drafts; None likewise.
-        graph_size: maps a number of requests to the number that their step is padded to.
-        feed_ms: milliseconds by which a plain step takes longer than its price if the drafter's
-            model is not left out of it; None: it never is.
-    """
+    """The parts that a policy is made of."""
 
     options: RoundOptions
-    num_rows: int = 1
-    max_prompt_rows: int = 1
-    steps: PriceTable | None = None
-    rounds: RoundPrices | None = None
-    graph_size: Callable[[int], int] = int
+    num_rows: int = 1  # of the page table
+    max_prompt_rows: int = 1  # of a step
+    steps: PriceTable | None = None  # None where none were measured
+    rounds: RoundPrices | None = None  # of a drafter of drafts; None likewise
+    graph_size: Callable[[int], int] = int  # to how many requests a step of so many is padded
+    # Milliseconds by which a plain step takes longer than its price if the drafter's model is not
+    # left out of it; None: it never is.
     feed_ms: Callable[[StepCase], float] | None = None
 
 
@@ -43,20 +35,12 @@ class LengthPolicy(Protocol):
 
     Masks are fed in the step that is chosen for. Drafts are proposed in it, since that costs too,
     and verified in the next one.
-
-    Attributes:
-        needs_prices: whether it goes by prices, which are then measured at start-up.
-        reads_matches: whether kinds of requests are to name the matches that drafts follow
-            (`Kind.match`).
-        may_rest: whether `Budget.rests` may ever be so.
-        settled: drafts of steps as they come, before the first step is chosen for
-            (`Budget.settled`).
     """
 
-    needs_prices: ClassVar[bool]
-    reads_matches: ClassVar[bool]
-    may_rest: ClassVar[bool]
-    settled: int
+    needs_prices: ClassVar[bool]  # goes by prices, which are then measured at start-up
+    reads_matches: ClassVar[bool]  # kinds of requests name the matches of drafts (`Kind.match`)
+    may_rest: ClassVar[bool]  # `Budget.rests` may ever be so
+    settled: int  # see `Budget.settled`; before the first step too
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -92,14 +76,10 @@ class FixedLength:
 
 class TrialAllowance:
     """Milliseconds that are saved up for trials: steps that may lose time, and of which more is
-    learnt than of others.
-
-    Attributes:
-        left_ms: those left; may fall below 0; inf before the first step.
-    """
+    learnt than of others."""
 
     def __init__(self) -> None:
-        self.left_ms = math.inf
+        self.left_ms = math.inf  # before the first step; later it may fall below 0
 
     def earn(self, ms: float, most_ms: float, first_ms: float) -> None:
         """Saves a share of a step, up to `most_ms` in all; `first_ms` is there before any step."""

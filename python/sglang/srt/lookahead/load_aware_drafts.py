@@ -96,8 +96,8 @@ class LoadAwareDrafts:
         return self._stretches.lengths(self._tiers[-1])
 
     def _costs_ms(self, upcoming: UpcomingStep, lengths: Sequence[float]) -> Mapping[int, float]:
-        """Milliseconds of a round of each tier that these requests may have, PRICE_EVERY - 1 steps
-        old at most: they change slowly, and computing them takes the host long."""
+        """Milliseconds of a round of each tier, PRICE_EVERY - 1 steps old at most: they change
+        slowly, and computing them takes the host long."""
         self._age, size = self._age + 1, self._graph_size(upcoming.num_reqs)
         if self._age >= PRICE_EVERY:
             self._age = 0
@@ -105,7 +105,7 @@ class LoadAwareDrafts:
         if size not in self._costs:
             adaptive, tiers = self._options.adaptive, self._tiers
             if adaptive is not None:
-                tiers = tuple(sorted({0, *adaptive.candidates(size)}))
+                tiers = tuple(sorted({0, *adaptive.slot(size).candidate_steps}))
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
             self._costs[size] = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         return self._costs[size]
@@ -140,14 +140,10 @@ class LoadAwareDrafts:
 
 class RestRule:
     """Skips the head after REST_AFTER draft-free steps; a request whose tokens it missed gets
-    drafts only after CONTEXT_STEPS catch-up steps.
-
-    Attributes:
-        rests: whether the model is left out of the step at hand.
-    """
+    drafts only after CONTEXT_STEPS catch-up steps."""
 
     def __init__(self) -> None:
-        self.rests = False
+        self.rests = False  # the model is left out of the step at hand
         self._num_idle = 0
         self._num_fed = CONTEXT_STEPS
 
@@ -157,8 +153,7 @@ class RestRule:
         self._num_fed = CONTEXT_STEPS
 
     def num_steps_to_feed(self, is_fed: bool) -> int:
-        """Steps before there can be drafts. `is_fed`: the model has KV of all of the requests'
-        tokens."""
+        """Steps before there can be drafts, unless the model has KV of all requests' tokens."""
         return 0 if is_fed else max(0, CONTEXT_STEPS - self._num_fed)
 
     def step(self, wants_drafts: bool, is_fed: bool) -> bool:
@@ -172,13 +167,8 @@ class RestRule:
 
 def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:
     """The tier that gives most tokens per millisecond, of equal ones the least; 0 unless it beats
-    that by the share `least_gain`.
-
-    Args:
-        lengths: tokens that a request is expected to be given with 0, 1, ... drafts, and its share
-            of those of others that take none.
-        costs: milliseconds of a round of each tier, tier 0 among them.
-    """
+    that by the share `least_gain`. `lengths` are the tokens that a request is expected to be given
+    with 0, 1, ... drafts, with its share of those of others; costs are milliseconds of tiers."""
     best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))
     plain = lengths[0] / costs[0]
     return best if lengths[best] / costs[best] > plain * (1 + least_gain) else 0

@@ -14,9 +14,8 @@ from sglang.srt.step.price_table import PriceTable, PromptChunk, StepShape
 # some time. Up to this many rows a GPU's matrix products are bound by reading the weights, so they
 # cost next to nothing beside the decodes.
 MIN_PROMPT_TOKENS = 128
-# The estimate of time / price follows each step by these shares of the difference: quickly upwards,
-# slowly downwards. Ratios are bounded: a step that took far longer was disturbed, and the next ones
-# will not be.
+# The estimate of time / price follows each step by these shares of the difference, quickly upwards.
+# Ratios are bounded: a step that took far longer was disturbed, and the next ones will not be.
 EXCESS_RISE, EXCESS_FALL = 0.5, 0.1
 MIN_EXCESS, MAX_EXCESS = 0.8, 2.0
 PRICE_MARGIN = 1.05  # steps of the same price differ in time
@@ -37,14 +36,9 @@ class PromptAllowance:
     prompt by prompt.
 
     Args:
-        max_tokens: prompt tokens, at most.
         prices: None: the step's cost has no limit.
         step: before any prompt.
-        max_ms: limit of its cost.
-        others_ms: limit of its cost when further prompts come along with the first one.
-
-    Attributes:
-        num_taken: prompt tokens that the step feeds.
+        max_ms, others_ms: limits of its cost, the latter when further prompts come along.
     """
 
     def __init__(
@@ -57,19 +51,13 @@ class PromptAllowance:
     ) -> None:
         self._max_tokens, self._prices, self._step = max_tokens, prices, step
         self._max_ms, self._others_ms = max_ms, others_ms
-        self.num_taken = 0
+        self.num_taken = 0  # prompt tokens that the step feeds
 
     def room_for(
         self, position: int, num_left: int, num_lookahead: int = 0, comes_along: bool = False
     ) -> int:
-        """Returns how many tokens of a prompt the step can feed now.
-
-        Args:
-            position: of its next token.
-            num_left: tokens from there to its end.
-            num_lookahead: rows that follow its last token.
-            comes_along: another prompt is the step's first one.
-        """
+        """Returns how many of a prompt's `num_left` tokens from a position on the step feeds, and
+        after its last one rows of look-ahead; `comes_along`: the first prompt is another one."""
         most, prices = min(num_left, self._max_tokens - self.num_taken), self._prices
         if prices is None or most <= 0:
             return most
@@ -80,8 +68,8 @@ class PromptAllowance:
     def _most_within(
         self, prices: PriceTable, max_ms: float, position: int, most: int, num_lookahead: int
     ) -> int:
-        """Returns the most tokens, up to `most`, with which the step costs no more than it may. If
-        not all fit, the end of a tile, or of a smaller graph, may be the better place to stop."""
+        """Returns the most tokens with which the step costs no more than it may. If not all fit,
+        the end of a tile, or of a smaller graph, may be the better place to stop."""
         step, others = self._step, self._step.num_rows + num_lookahead
         beside_ms = prices.head.at(step.num_read + 1 + num_lookahead) + prices.attention_ms(step)
         rows_ms = partial(prices.rows_ms, step.num_reqs + 1, WIDEST)
@@ -123,9 +111,8 @@ class PromptAllowance:
     @property
     def price_ms(self) -> float | None:
         """Returns the expected time of the step, in ms; None without a limit or prompts."""
-        if self._prices is None or self.num_taken == 0:
-            return None
-        return self._prices.price_ms(self._step)
+        prices = self._prices if self.num_taken else None
+        return None if prices is None else prices.price_ms(self._step)
 
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
         """Notes that the step feeds `count` tokens of a prompt from `position` on."""
@@ -151,7 +138,6 @@ class PromptBudget:
     Args:
         max_step_ms: 0: no bound.
         for_streams_alone: the bound holds only while a request streams. If not, always.
-        share_of_others: see SHARE_OF_OTHERS.
     """
 
     def __init__(
@@ -162,21 +148,14 @@ class PromptBudget:
         for_streams_alone: bool = False,
         share_of_others: float = SHARE_OF_OTHERS,
     ) -> None:
-        self._max_tokens = max_tokens
-        self._prices = prices
-        self._max_step_ms = max_step_ms
+        self._max_tokens, self._prices, self._max_step_ms = max_tokens, prices, max_step_ms
         self._for_streams_alone = for_streams_alone
         self._share_of_others = share_of_others
         self._excess = 1.0
 
     def open(self, decodes: StepShape, someone_streams: bool) -> PromptAllowance:
-        """Returns the allowance of a step; at least one token.
-
-        Args:
-            decodes: the requests that feed no prompt; its numbers are upper bounds where they
-                depend on results that have not been read.
-            someone_streams: whether a running or waiting request streams.
-        """
+        """Returns the allowance of a step; at least one token. `decodes`: upper bounds of what
+        requests without a prompt feed; `someone_streams`: a running or waiting request does."""
         prices, is_free = self._prices, self._for_streams_alone and not someone_streams
         if prices is None or self._max_step_ms <= 0 or is_free:
             return PromptAllowance(self._max_tokens)

@@ -18,8 +18,7 @@ SPREAD, MAX_NUMBERS = 1.7, 6
 
 
 def case_of(batch: ScheduleBatch, num_drafting: int) -> StepCase:
-    """Returns what the decoding requests of a step do, of which so many have drafts, beside its
-    prompts."""
+    """Returns the case of a step, of whose decoding requests so many have drafts."""
     decodes = batch.kv_lens_before[batch.num_prompts :]
     num_plain, prompts = len(decodes) - num_drafting, _rounded(sum(batch.num_prompt_tokens))
     return StepCase(len(decodes), sum(decodes), ((1.0, prompts),), num_plain)
@@ -45,9 +44,6 @@ class PromptMix:
 
     A prompt that is read in several steps fills all of them but the last, so what it feeds is never
     twice in a step. Such full steps are counted apart, with all that they feed.
-
-    Args:
-        max_rows: of prompts in a step.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -77,8 +73,8 @@ class PromptMix:
 
     def cases(self, upcoming: UpcomingStep, pace: float) -> StepCase:
         """Returns what may share a step of these requests, if steps give each of them `pace`
-        tokens (`lengths` of `best_tier`). Prompts come by chance, each alone, so their number is
-        Poisson's; full steps come as often as they may."""
+        tokens. Prompts come by chance, each alone, so their number is Poisson's; full steps come as
+        often as they may."""
         num_reqs, num_plain = upcoming.num_reqs, upcoming.num_plain
         tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
         growth = (num_reqs - num_plain) * pace / tokens

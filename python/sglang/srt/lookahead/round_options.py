@@ -21,60 +21,41 @@ ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
 class SpecRuntimeState:
     """Holds what a tier owns: its draft steps, whose graphs are its own. Graphs of the drafter's
     pass over the target's rows and of verification are chosen by their number of rows, so tiers
-    share them.
+    share them."""
 
-    Attributes:
-        speculative_num_steps: drafts of a chain.
-        num_draft_steps: of the drafter's model, one after the other, for as many drafts.
-        batch_sizes: of the batches that may have the tier: for these its graphs are captured.
-    """
-
-    speculative_num_steps: int
-    num_draft_steps: int
-    batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
+    speculative_num_steps: int  # drafts of a chain
+    num_draft_steps: int  # of the drafter's model, one after the other, for as many drafts
+    batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES  # that may have the tier: it has graphs there
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOptions:
-    """Says how many tokens are drafted and verified.
+    """Says how many tokens are drafted and verified."""
 
-    Attributes:
-        num_steps: drafts of a chain or of a tree without draft steps, or one after the other in a
-            `tree`, at most; at least 1. To a policy of masks: masks of a request.
-        tier_policy: a name in `LENGTH_POLICIES` (registry.py).
-        initial_steps: drafts of a chain before a policy knows anything; None: all.
-        adaptive: which numbers of drafts batches of each size may have; None: any.
-        tile_spec_cache: steps are cut to the rows that pay (`TileSpec`); the folder where prices
-            are kept. None: all drafts are verified.
-        num_free: drafts of a chain that need no draft step of a model: the first one of a head,
-            which comes from its pass over the target's rows.
-        tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
-            average, whatever they are worth; None: those that pay.
-        tree: all requests are given trees of this shape, whose depth is num_steps; None: chains, or
-            `trees_of_any_size`.
-        trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
-            order that any first ones are a tree, and a tier is how many of them there are.
-        block_size: rows of the pass that drafts a chain of any length, of which each needs a slot;
-            None: a draft step has one row.
-    """
-
+    # Drafts of a chain or of a tree without draft steps, or one after the other in a `tree`, at
+    # most; at least 1. To a policy of masks: masks of a request.
     num_steps: int
-    tier_policy: str = "fixed"
-    initial_steps: int | None = None
-    adaptive: AdaptiveConfig | None = None
+    tier_policy: str = "fixed"  # a name in `LENGTH_POLICIES` (registry.py)
+    initial_steps: int | None = None  # drafts of a chain before a policy knows anything; None: all
+    adaptive: AdaptiveConfig | None = None  # tiers of batches of each size; None: any
+    # Steps are cut to the rows that pay (`TileSpec`); the folder of kept prices. None: never.
     tile_spec_cache: Path | None = None
+    # Drafts of a chain without a draft step: the first one of a head is from the target's rows.
     num_free: int = 1
+    # For benchmarks, drafts of a request that `TileSpec` verifies on average; None: those that pay.
     tile_spec_drafts: float | None = None
-    tree: TreeShape | None = None
+    tree: TreeShape | None = None  # of the drafts of all requests; its depth is num_steps
+    # Drafts are trees without draft steps, whose first nodes are a tree, however many; a tier is
+    # their number.
     trees_of_any_size: bool = False
+    # Rows of the pass that drafts a chain of any length, of which each needs a slot; None: one.
     block_size: int | None = None
 
     def __post_init__(self) -> None:
         assert not self.trees_of_any_size or self.num_steps <= self.num_free, "No draft steps."
-        if self.tree is None:
-            return
-        assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
-        assert self.tier_policy == "fixed", "Trees are all of one shape."
+        if self.tree is not None:
+            assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
+            assert self.tier_policy == "fixed", "Trees are all of one shape."
 
     @property
     def initial(self) -> int:
@@ -108,8 +89,7 @@ class RoundOptions:
 
     @property
     def draft_steps(self) -> dict[DraftShape, tuple[range, ...]]:
-        """Tells how many draft steps may follow a step of the target, or which tree, and for which
-        sizes of batches (`ExecutionConfig.draft_steps`)."""
+        """See `ExecutionConfig.draft_steps`."""
         if self.tree is not None:
             return {self.tree: ALL_BATCH_SIZES}
         states = self.states.values()
@@ -122,8 +102,7 @@ class RoundOptions:
 
     @property
     def max_confirmed(self) -> int | None:
-        """Returns how many drafts of a request a step may confirm, at most; None: all, as of
-        chains."""
+        """Drafts of a request that a step may confirm; None: all, as of chains."""
         return None if self.tree is None else self.tree.max_confirmed
 
     def num_drafts(self, tier: int) -> int:
@@ -137,8 +116,7 @@ class RoundOptions:
 
     @property
     def step_width(self) -> StepWidth:
-        """Slots of a request in a step, whatever its parameters are: for the rows that verify, and
-        for draft steps after all of them that may be kept."""
+        """Slots of any request: for rows that verify, and for draft steps after those kept."""
         rows, further = 1 + self.max_drafts, self.num_draft_slots(self.num_steps)
         kept = rows if self.max_confirmed is None else 1 + self.max_confirmed
         slots = max(rows, kept + further)

@@ -4,7 +4,7 @@ next one."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 from sglang.srt.step.draft_shapes import TreeShape
@@ -14,30 +14,21 @@ MAX_COSTS = 4096  # that are remembered
 
 
 class StepCase(NamedTuple):
-    """Requests that verify drafts in a step, as far as the host knows.
-
-    Attributes:
-        kv_tokens: tokens with KV of all of them, at most.
-        prompts: rows of prompts that the step may feed too, each with its chance.
-        num_plain: those of the requests that take no drafts.
-    """
+    """Requests that verify drafts in a step, as far as the host knows."""
 
     num_reqs: int
-    kv_tokens: int = 0
-    prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
-    num_plain: int = 0
+    kv_tokens: int = 0  # tokens with KV of all of them, at most
+    prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)  # chances of rows of prompts beside them
+    num_plain: int = 0  # those of the requests that take no drafts
 
 
 class RoundPrices(Protocol):
     """Prices of rounds. What prompts that share a round would cost elsewhere is not part of it:
-    they must be read anyway.
-
-    Attributes:
-        spread: typical deviation of one measurement from another, as a share.
-    """
+    they must be read anyway."""
 
     @property
-    def spread(self) -> float: ...
+    def spread(self) -> float:
+        """Typical deviation of one measurement from another, as a share."""
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         """Milliseconds of a round in which every request that takes drafts has `num_drafts`; 0: a
@@ -61,31 +52,19 @@ class LatencyByKV:
 
 @dataclass(eq=False)
 class MeasuredRoundPrices:
-    """Rounds over a target whose head runs in each step, and then drafts chains or trees.
+    """Rounds over a target whose head runs in each step, and then drafts chains or trees."""
 
-    Attributes:
-        prompt_row_ms: what a row of a prompt costs in steps of the size where each costs least.
-
-    Args:
-        target, head: what was measured at start-up.
-        tree: what drafting gives each request; None: chains.
-        max_requests: of a step; None: any number.
-        can_rest: the head is left out of steps in which no request verifies or gets drafts, so
-            these are priced without it.
-        num_free: drafts of a chain from the head's pass over the rows of the target.
-    """
-
-    target: PriceTable
+    target: PriceTable  # measured at start-up, as the head's
     head: DraftPrices
-    tree: TreeShape | None = None
-    max_requests: int | None = None
-    can_rest: bool = False
-    num_free: int = 1
+    tree: TreeShape | None = None  # that drafting gives each request; None: chains
+    max_requests: int | None = None  # of a step; None: any number
+    can_rest: bool = False  # steps that neither verify nor draft are priced without the head
+    num_free: int = 1  # drafts of a chain from the head's pass over the rows of the target
 
     def __post_init__(self) -> None:
-        self.prompt_row_ms = self.target.least_row_ms
+        self.prompt_row_ms = self.target.least_row_ms  # what a row of a prompt costs elsewhere
         self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
-        self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
+        self._feed = lru_cache(maxsize=MAX_COSTS)(partial(self._of_rows, self.head.extend))
 
     @property
     def spread(self) -> float:
@@ -98,24 +77,20 @@ class MeasuredRoundPrices:
         return total_ms
 
     def beside_ms(self, upcoming: StepCase, num_drafts: int, prompt_rows: int) -> float:
-        """Milliseconds of a round beside so many rows of prompts, whatever those of the case
-        are."""
+        """Milliseconds beside so many rows of prompts, whatever those of the case are."""
         num_reqs, kv_tokens, _, num_plain = upcoming
         num_rows = num_reqs + (num_reqs - num_plain) * num_drafts
         cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
         whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
-        return whole_ms - self.prompts_ms(prompt_rows, num_rows, whole_ms)
+        return whole_ms - (prompt_rows and self.prompts_ms(prompt_rows, num_rows, whole_ms))
 
     def feed_ms(self, upcoming: StepCase) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
         num_fed = upcoming.num_reqs - upcoming.num_plain
         return sum(
-            chance * self._known_feed(num_fed, prompt_rows).at(upcoming.kv_tokens)
+            chance * self._feed(num_fed, 1, num_fed, prompt_rows).at(upcoming.kv_tokens)
             for chance, prompt_rows in upcoming.prompts
         )
-
-    def _feed(self, num_reqs: int, prompt_rows: int) -> LatencyByKV:
-        return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
 
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
         """Returns the share of a round of `whole_ms` that belongs to the prompts beside `num_rows`
@@ -131,10 +106,9 @@ class MeasuredRoundPrices:
         prompt_rows: int = 0,
         num_plain: int = 0,
     ) -> LatencyByKV:
-        """Returns the measured cost of a round in which `num_rows` rows are verified, at most
-        `num_drafts` drafts of a request, and each request is given as many drafts for the next one,
-        but for `num_plain` that take none; beside `prompt_rows` rows of prompts, without their
-        attention."""
+        """Returns the measured cost of a round that verifies `num_rows` rows, at most `num_drafts`
+        drafts of a request, and gives each as many for the next one, but for `num_plain` that take
+        none; beside rows of prompts, without their attention."""
         width, target = 1 + num_drafts, self.target
         logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
@@ -150,8 +124,7 @@ class MeasuredRoundPrices:
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> LatencyByKV:
-        """A pass over `num_rows` rows, of a request `width` at most, beside rows of prompts,
-        without logits."""
+        """A pass over rows, of a request `width` at most, beside those of prompts; no logits."""
         kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
         rows = self.fed(num_reqs, width, num_rows, prompt_rows)
         return LatencyByKV(prices.rows_ms(*rows), prices.attention_ms(kv_shape))
@@ -159,9 +132,8 @@ class MeasuredRoundPrices:
     def fed(
         self, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> tuple[int, int, int]:
-        """Returns what a pass is fed beside `prompt_rows` rows of prompts: requests, rows of the
-        widest one, and rows in all. A prompt is one more request, unless there is no room for more:
-        then it can only come when another one has ended."""
+        """Returns requests, rows of the widest one, and rows in all, of a pass beside rows of
+        prompts. These are one more request or, where there is no room, come when one has ended."""
         if not prompt_rows:
             return num_reqs, width, num_rows
         count = num_reqs + 1
@@ -170,8 +142,7 @@ class MeasuredRoundPrices:
         return count, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
-        """After the head's pass over the rows of the target. That of trees chooses the first beam,
-        too."""
+        """Drafts after the head's pass over the target's rows; of trees, with the first beam."""
         passes, shape, first_ms = self.head.passes, self.tree, 0.0
         if num_drafts == 0:
             return LatencyByKV(0.0, 0.0)

@@ -56,18 +56,13 @@ class _Chance:
         """Forgets what is known of now."""
         self._now.scale(0.0)
 
-    def value(self, first: float) -> float:
-        """Returns the chance; `first`: before any draft was tried."""
-        past = self._past.chance(first, FIRST_TRIALS)
-        return self._now.chance(past, PAST_TRIALS)
+    def value(self) -> float:
+        """Returns the chance."""
+        return self._now.chance(self._past.chance(FIRST_CHANCE, FIRST_TRIALS), PAST_TRIALS)
 
 
 class Stretches:
-    """Counts, over all requests, how often stretches of right drafts begin and go on.
-
-    Args:
-        num_rows: of the page table.
-    """
+    """Counts, over all requests, how often stretches of right drafts begin and go on."""
 
     def __init__(self, num_rows: int) -> None:
         self._begin, self._stay = _Chance(), _Chance()
@@ -102,8 +97,7 @@ class Stretches:
 
     def lengths(self, most: int) -> list[float]:
         """Tokens that a round gives a request with 0, 1, ... `most` drafts."""
-        begin = self._begin.value(FIRST_CHANCE)
-        stay = min(self._stay.value(FIRST_CHANCE), MOST_CHANCE)
+        begin, stay = self._begin.value(), min(self._stay.value(), MOST_CHANCE)
         more_again = stay * stay - stay * begin  # beyond `begin`
         found, reached, power = [1.0], 0.0, 1.0
         for _ in range(most):

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -20,32 +19,13 @@ ShareWithDrafts = Callable[[Kind, int], float]
 MARGIN = 2.0  # standard deviations of the number of requests with drafts
 
 
-def all_have_drafts(kind: Kind, k: int) -> float:
-    """`ShareWithDrafts` where nothing is known: the most rows."""
-    return 1.0
-
-
 class EmittingRequest(NamedTuple):
-    """The wishes of a request that emits in a step.
+    """The wishes of a request that emits in a step."""
 
-    Attributes:
-        kind: None if it accepts all tokens that it predicts (static k, or no look-ahead).
-        k: tokens to predict: the step's own, and as many masks or drafts as it wishes.
-        is_adjustable: the policy may choose a smaller k.
-        pending: tokens to feed before any mask, at most, where masks are fed; 0 if they are the end
-            of its prompt.
-    """
-
-    kind: Kind | None
-    k: int
-    is_adjustable: bool = True
-    pending: int = 1
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Tells whether the device may divide the rows of its look-ahead (`Budget.num_rows`)."""
-        kind, _, _, pending = self
-        return kind is not None and kind.emits_only_confirmed and pending > 0
+    kind: Kind | None  # None: it accepts all that it predicts (static k, or no look-ahead)
+    k: int  # tokens to predict: the step's own, and as many masks or drafts as it wishes
+    is_adjustable: bool = True  # the policy may choose a smaller k
+    pending: int = 1  # tokens to feed before any mask, at most; 0 if they end its prompt
 
     def length(self, limit: int) -> int:
         """Returns the tokens to predict under a limit."""
@@ -54,26 +34,19 @@ class EmittingRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class UpcomingStep:
-    """A step before its lengths are chosen.
+    """A step before its lengths are chosen."""
 
-    Attributes:
-        emitting: how many requests ask for the same.
-        kv_tokens: tokens with KV of all requests in `emitting`.
-        prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
-        prompt_reqs: requests that feed prompt tokens and emit nothing yet.
-        prompts: the chunks of prompts that it feeds.
-        is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
-        is_fed: the drafter's model has been fed all tokens of the requests in `emitting`.
-    """
-
-    emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)
-    kv_tokens: int = 0
-    prompt_rows: int = 0
-    longest_prompt: int = 0
-    prompt_reqs: int = 0
+    emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)  # how many ask for it
+    kv_tokens: int = 0  # tokens with KV of all these requests
+    prompt_rows: int = 0  # prompt tokens fed, in all
+    longest_prompt: int = 0  # and by one request
+    prompt_reqs: int = 0  # requests that feed prompt tokens and emit nothing yet
     prompts: tuple[PromptChunk, ...] = ()
-    is_packed: bool = False
-    is_fed: bool = True
+    is_packed: bool = False  # the device divides its rows among requests (`Budget.num_rows`)
+    is_fed: bool = True  # the drafter's model has been fed all tokens of those that emit
+    num_reqs: int = field(init=False)  # those that emit
+    num_plain: int = field(init=False)  # of these, who do not look ahead
+    num_new: int = field(init=False)  # and who have just fed the end of their prompts
 
     @classmethod
     def of(
@@ -101,20 +74,13 @@ class UpcomingStep:
             is_fed=is_fed,
         )
 
-    @cached_property
-    def num_reqs(self) -> int:
-        """Returns how many requests emit."""
-        return sum(self.emitting.values())
-
-    @cached_property
-    def num_plain(self) -> int:
-        """Returns how many of them do not look ahead."""
-        return sum([count for request, count in self.emitting.items() if request.k == 1])
-
-    @cached_property
-    def num_new(self) -> int:
-        """Returns how many of them have just fed the end of their prompts."""
-        return sum([count for request, count in self.emitting.items() if request.pending == 0])
+    def __post_init__(self) -> None:
+        num_reqs = num_plain = num_new = 0
+        for request, count in self.emitting.items():
+            num_reqs += count
+            num_plain += count * (request.k == 1)
+            num_new += count * (request.pending == 0)
+        self.__dict__.update(num_reqs=num_reqs, num_plain=num_plain, num_new=num_new)
 
     @property
     def cache_key(self) -> Hashable:
@@ -140,21 +106,28 @@ class UpcomingStep:
     def current_shape(
         self,
         limit: int,
-        share: ShareWithDrafts = all_have_drafts,
+        share: ShareWithDrafts | None = None,
         is_steady: bool = False,
         with_prompts: bool = True,
     ) -> StepShape:
-        """The shape with what is pending now or, if `is_steady`, if the step before had this limit
-        too and all that it predicted is pending, of a packed step in that share of the requests."""
+        """The shape with what is pending now or, if `is_steady`, all that a step of this limit
+        before predicted; of requests that can be cut the most or, by their share, probably enough
+        rows."""
         reqs = rows = read = widest = 0
-        for request, count in self.emitting.items():
-            if not with_prompts and request.pending == 0:
-                request = request._replace(pending=1)
-            length, fed, num_rows = self._sizes(request, count, limit, is_steady, share)
+        for (kind, k, is_adjustable, pending), count in self.emitting.items():
+            pending = pending if with_prompts else max(pending, 1)
+            can_be_cut = kind is not None and kind.emits_only_confirmed and pending > 0
+            length = min(k, limit) if is_adjustable else k
+            pending = min(pending, 1) + length - 1 if is_steady else pending
+            num_rows = count * (pending + length - 1)
+            if self.is_packed and can_be_cut and kind is not None and share is not None:
+                chance = share(kind, pending)
+                likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
+                num_rows = count * length + math.ceil(min(count, likely) * (pending - 1))
             reqs += count
             rows += num_rows
-            read += num_rows if request.can_be_cut else count * length
-            widest = max(widest, fed)
+            read += num_rows if can_be_cut else count * length
+            widest = max(widest, pending + length - 1)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
         alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
         if not with_prompts:
@@ -166,51 +139,18 @@ class UpcomingStep:
             prompts=self.prompts,
         )
 
-    def _sizes(
-        self,
-        request: EmittingRequest,
-        count: int,
-        limit: int,
-        is_steady: bool,
-        share: ShareWithDrafts,
-    ) -> tuple[int, int, int]:
-        """Tokens that such a request predicts, rows that it feeds at most, and rows of `count` of
-        them: the most or, where they can be cut, probably enough. `is_steady`: all that the step
-        before predicted under the same limit is pending."""
-        length = request.length(limit)
-        pending = min(request.pending, 1) + length - 1 if is_steady else request.pending
-        fed = pending + length - 1
-        if not self.is_packed or request.kind is None or not request.can_be_cut:
-            return length, fed, count * fed
-        chance = share(request.kind, pending)
-        likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
-        drafts = math.ceil(min(count, likely) * (pending - 1))
-        return length, fed, count * length + drafts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """A step of R requests that has been read.
-
-    Attributes:
-        rows: R rows of the page table.
-        num_tried: R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is
-            learnt of it.
-        num_accepted: R counts of those that it accepted. Where the step was cut some may be a
-            guess.
-        num_tokens: given to all requests.
-        num_fed: R counts of drafts that were fed; empty: all that there were.
-        kinds: R; empty where the policy does not go by them.
-        is_adjustable: R flags; see `EmittingRequest`; empty: all are.
-        paths: see `HostResult`.
-    """
+    """A step of R requests that has been read."""
 
     plan: StepPlan
-    rows: Sequence[int]
+    rows: Sequence[int]  # R rows of the page table
+    # R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is learnt of it.
     num_tried: Sequence[int]
-    num_accepted: Sequence[int]
-    num_tokens: int = 0
-    num_fed: Sequence[int] = ()
-    kinds: Sequence[Kind | None] = ()
-    is_adjustable: Sequence[bool] = ()
-    paths: Sequence[Sequence[int]] = ()
+    num_accepted: Sequence[int]  # R; where the step was cut some may be a guess
+    num_tokens: int = 0  # given to all requests
+    num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
+    kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
+    is_adjustable: Sequence[bool] = ()  # R; see `EmittingRequest`; empty: all are
+    paths: Sequence[Sequence[int]] = ()  # see `HostResult`

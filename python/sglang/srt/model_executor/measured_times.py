@@ -21,23 +21,14 @@ MOST_RUNS = 3  # on a GPU, for each that counts
 
 
 class GpuTimer:
-    """Times launches by the GPU's own clock.
+    """Times launches by the GPU's own clock. `clock` gives seconds of the host, `agree` gives all
+    ranks one number of what each has measured."""
 
-    Args:
-        clock: seconds of the host.
-        agree: gives all ranks one number of what each has measured.
-
-    Attributes:
-        kv_requests, kv_tokens: requests whose attention is measured, and tokens before each.
-        chunk_rows, chunk_kv_tokens: sizes of a prompt's chunks, and tokens before them. The pool
-            may have fewer slots, since slots are named repeatedly.
-        pass_requests: requests of draft steps.
-    """
-
-    kv_requests, kv_tokens = 32, 1024
-    chunk_rows: tuple[int, ...] = (128, 512, 2048)
+    kv_requests, kv_tokens = 32, 1024  # whose attention is measured, and tokens before each
+    chunk_rows: tuple[int, ...] = (128, 512, 2048)  # sizes of a prompt's chunks
+    # Tokens before them; the pool may have fewer slots, since slots are named repeatedly.
     chunk_kv_tokens, chunk_repeats = 16384, 2
-    pass_requests: tuple[int, ...] = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
+    pass_requests: tuple[int, ...] = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)  # of drafting
 
     def __init__(
         self,
@@ -55,10 +46,9 @@ class GpuTimer:
         return True
 
     def times_ms(self, launch: Launch, repeats: int) -> list[float]:
-        """Returns the milliseconds of `repeats` runs after a first one. Runs are launched before
-        any is waited for. While the host launches more slowly than the GPU computes, the GPU waits
-        and the times are the host's. Such a run does not count, and another follows it, up to
-        MOST_RUNS for each that is to count; if none does, all are returned."""
+        """Returns the milliseconds of `repeats` runs after a first one, launched before any is
+        waited for. Where the GPU waited for the host, times are the host's: such a run does not
+        count, and another follows it, up to MOST_RUNS for each; if none counts, all do."""
         launch()
         ends, are_in_time = [_recorded_event()], list[bool]()
         missing = repeats
@@ -112,8 +102,7 @@ class CpuTimer(GpuTimer):
         self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float, what: str
     ) -> dict[int, list[float]]:
         """Passes several times over all sizes, so that a slow moment affects one run of many. The
-        first pass warms up and counts only if no other fits the budget. Once it has spent half of
-        the budget, larger sizes are left out."""
+        first pass counts only if no other fits the budget; after half of it larger sizes go."""
         launches = {size: launch_of(size) for size in sizes}
         start, first = self.now(), dict[int, list[float]]()
         for size, launch in launches.items():

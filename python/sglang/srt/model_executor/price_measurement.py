@@ -1,4 +1,5 @@
-"""Measures prices of steps, once at start-up, before any request has rows and slots.
+"""Measures prices of steps and of drafting, once at start-up, before any request has rows and
+slots.
 
 Steps feed random tokens, and heads random hidden states: a GPU multiplies equal rows, and zeros,
 faster than others, since that takes less power.
@@ -13,33 +14,24 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.forward_batch import (
-    MIXED,
-    ForwardBatch,
-    GraphKey,
-    dummy_step,
-)
+from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, dummy_step
 from sglang.srt.model_executor.graph_keys import LEAST_SAVING
-from sglang.srt.model_executor.measured_times import (
-    SLOW_ROWS,
-    CpuTimer,
-    GpuTimer,
-    Launch,
-    shortest,
-)
+from sglang.srt.model_executor.measured_times import SLOW_ROWS, CpuTimer, GpuTimer, Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import (
     FREE,
     Curve,
+    DraftPrices,
     FindGraph,
+    PassPrices,
     PriceTable,
     PromptChunk,
     no_graphs,
@@ -60,16 +52,11 @@ PLAIN_REPEATS = 7  # enough to show how much times vary
 KV_REPEATS = 3
 # On a CPU: seconds, whatever the model.
 CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S, CPU_CHUNK_S = 0.2, 0.05, 0.1, 0.05, 0.1
+CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees
 
 
 class PriceMeter:
-    """Times the steps of a runner.
-
-    Args:
-        max_requests: requests in a step, at most.
-        max_width: rows that a request feeds, at most.
-        make_timer: None: by the runner's device.
-    """
+    """Times steps of a runner, of up to `max_requests` requests, each of up to `max_width` rows."""
 
     def __init__(
         self,
@@ -79,9 +66,7 @@ class PriceMeter:
         clock: Callable[[], float] = time.perf_counter,
         make_timer: type[GpuTimer] | None = None,
     ) -> None:
-        self._runner = runner
-        self._max_requests = max_requests
-        self._max_width = max_width
+        self._runner, self._max_requests, self._max_width = runner, max_requests, max_width
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
         make_timer = make_timer or (CpuTimer if self._device.type == "cpu" else GpuTimer)
@@ -118,11 +103,13 @@ class PriceMeter:
     @torch.inference_mode()
     def graph_ms(self, key: GraphKey, repeats: int) -> float:
         """Returns the milliseconds of a graph, the least of several runs after a first one."""
-        return min(self.timer.times_ms(self._replay(key), repeats))
+        batch = self._dummy_step(rows_of(key, self._table.shape[1]))
+        if key.has_tree:
+            batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
+        return min(self.timer.times_ms(lambda: self._runner.forward(batch), repeats))
 
     def _spread(self) -> float:
-        """Returns the typical deviation of a plain step's time from the median, as a share; 0 where
-        a step takes too long to be repeated."""
+        """Returns `PriceTable.spread` of a plain step; 0 where it takes too long to repeat it."""
         launch = self._launch([1])
         if not self.timer.affords(launch, PLAIN_REPEATS, CPU_PLAIN_S):
             return 0.0
@@ -130,11 +117,9 @@ class PriceMeter:
         middle = statistics.median(times)
         return statistics.median(abs(value - middle) for value in times) / middle
 
-    # ------------------------------------------------------------ what is timed
-
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
-        """Measures the milliseconds of each graph. Those that steps would not replay, since a
-        larger graph seems to cost less, are timed again: they may have met a slow moment."""
+        """Measures the milliseconds of each graph, again of those to which steps would prefer a
+        larger one: they may have met a slow moment."""
         graphs = self.timer.shown(keys, "graphs")
         found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
         for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
@@ -144,8 +129,7 @@ class PriceMeter:
         return found
 
     def _attention(self) -> tuple[float, float]:
-        """Measures `kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and
-        of the most rows."""
+        """Measures `kv_ms` and `row_kv_ms`, from requests of one row and of the most rows."""
         width = self._max_width
         narrow = self.kv_ms(lambda count, kv_len: self._launch([1] * count, kv_len))
         wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len))
@@ -153,8 +137,8 @@ class PriceMeter:
         return max(0.0, narrow - per_row), per_row
 
     def kv_ms(self, launch_of: Callable[[int, int], Launch]) -> float:
-        """Measures the milliseconds per token of KV from launches, which `launch_of` makes for a
-        number of requests with so many tokens before each."""
+        """Measures the milliseconds per token of KV; `launch_of` takes a number of requests and the
+        tokens before each."""
         count, length = self.timer.kv_requests, self.timer.kv_tokens
         launch = self._launch([self._max_width] * count)
         if not self.timer.affords(launch, 4 * (1 + KV_REPEATS), CPU_KV_S):
@@ -165,46 +149,37 @@ class PriceMeter:
         length = min(length, self._table.shape[1] // 2, num_slots // count)
         if length < 2:
             return 0.0
-        with self._kv(count, length):
-            slope = self._kv_slope(partial(launch_of, count), length, KV_REPEATS)
-        return max(0.0, slope / count)
+        return self._kv_slope(partial(launch_of, count), count, length, KV_REPEATS) / count
 
-    @contextmanager
-    def _kv(self, count: int, length: int) -> Iterator[None]:
-        """While this lasts, the first rows of the table have so many slots each."""
-        page_size = self._runner.kv_pool.page_size
+    def _kv_slope(
+        self, launch_of: Callable[[int], Launch], count: int, length: int, repeats: int
+    ) -> float:
+        """Returns the milliseconds per token before each of `count` requests, of `length` of them,
+        while the first rows of the table have as many slots each."""
+        page_size, timer = self._runner.kv_pool.page_size, self.timer
         num_slots = self._runner.memory.num_pages * page_size
         slots = page_size + torch.arange(count * length, device=self._device) % num_slots
         self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
         try:
-            yield
+            times = [min(timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)]
         finally:
             self._table[:count, :length] = 0
-
-    def _kv_slope(self, launch_of: Callable[[int], Launch], length: int, repeats: int) -> float:
-        """Returns the milliseconds per token before each request, of `length` of them."""
-        without, with_kv = (
-            min(self.timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)
-        )
-        return (with_kv - without) / length
+        return max(0.0, (times[1] - times[0]) / length)
 
     def _prompt_attention(self) -> Curve:
-        """Measures `prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before
-        them and with much."""
+        """Measures `prompt_kv_ms`, from chunks of a prompt with no KV before them and with much."""
         timer, width = self.timer, self._table.shape[1]
         most = min(timer.chunk_rows[-1], self._runner.max_prompt_rows, width // 2)
         if most < 1 or not timer.affords(self._launch([most]), 4, CPU_CHUNK_S):
             return FREE  # of a large model weights outweigh KV
         length, repeats = min(timer.chunk_kv_tokens, width - most), timer.chunk_repeats
         sizes = tuple(sorted({min(size, most) for size in timer.chunk_rows}))
-        with self._kv(1, length):
-            launches = [partial(self._launch, [size]) for size in sizes]
-            costs = [max(0.0, self._kv_slope(each, length, repeats)) for each in launches]
+        launches = [partial(self._launch, [size]) for size in sizes]
+        costs = [self._kv_slope(each, 1, length, repeats) for each in launches]
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
-        """Returns the curve without the attention of its rows to each other, which is priced apart;
-        for requests of fewer rows than were measured that is next to nothing."""
+        """Takes the attention of rows to each other out, priced apart; few rows hardly have any."""
         costs, least = [], prompt_kv_ms.sizes[0]
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
             chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows) if q_len >= least]
@@ -212,15 +187,8 @@ class PriceMeter:
             costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
 
-    def _replay(self, key: GraphKey) -> Launch:
-        batch = self._dummy_step(rows_of(key, self._table.shape[1]))
-        if key.has_tree:
-            batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
-        return lambda: self._runner.forward(batch)
-
     def _q_lens(self, num_rows: int) -> list[int]:
-        """Returns the rows of the requests of a step of `num_rows` rows, in as few requests as it
-        can have."""
+        """Returns the rows of each request of a step, in as few requests as it can have."""
         width = self._max_width
         if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
             width = min(PROMPT_ROWS, self._table.shape[1])
@@ -251,8 +219,8 @@ class PriceMeter:
         return replace(batch, read_index=to_device(last, self._device))
 
     def random_step(self, q_lens: list[int], hidden_width: int, kv_len: int = 0) -> ForwardBatch:
-        """Makes a `dummy_step` of random tokens, and of random hidden states [T, hidden_width] if
-        the width is not 0, behind `kv_len` tokens of each request."""
+        """Makes a `dummy_step` of random tokens, and hidden states [T, hidden_width] unless that is
+        0, after `kv_len` tokens of each request."""
         assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
         count, device, hidden = sum(q_lens), self._device, None
         if hidden_width:
@@ -264,12 +232,11 @@ class PriceMeter:
         ids = torch.randint(vocab_size, (count,), generator=self._generator, device=device)
         batch = replace(batch, input_ids=ids, positions=batch.positions + kv_len)
         if kv_len:
-            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv`
+            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv_slope`
         return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
-        """Returns the sizes that no graph covers, up to the largest step: only the largest ones,
-        where graphs serve steps with prompts."""
+        """Returns sizes that no graph covers: only large ones, where prompts have graphs too."""
         keys, decode_rows = self._runner.graph_keys, self._max_requests * self._max_width
         if isinstance(self.timer, CpuTimer):
             most = decode_rows + self._runner.max_prompt_rows
@@ -282,8 +249,7 @@ class PriceMeter:
 
 
 def graph_finder(runner: ModelRunner) -> FindGraph:
-    """Makes `PriceTable.find` of a runner's steps. Where drafts are trees, steps with several rows
-    of a request count as steps that verify trees."""
+    """Makes `PriceTable.find`. Where drafts are trees, several rows of a request verify one."""
     keys = runner.graph_keys
     if keys is None:
         return no_graphs
@@ -298,12 +264,9 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
-    """Returns the graphs with a price of their own. Where no request looks ahead, only steps with
-    prompts need prices; draft steps never do, and steps in fixed orders go by those of others.
-
-    Args:
-        max_width: rows that a request feeds, at most.
-    """
+    """Returns the graphs with a price of their own, where a request feeds `max_width` rows at most:
+    if none looks ahead, only steps with prompts need prices; draft steps never do, and steps in
+    fixed orders go by those of others."""
     keys, looks_ahead, kind = runner.graph_keys, max_width > 1, (runner.model.hidden_width, False)
     return [
         key
@@ -339,3 +302,32 @@ def split(num_rows: int, num_reqs: int) -> list[int]:
     """Rows of requests that feed nearly the same."""
     share, rest = divmod(num_rows, num_reqs)
     return [share + (index < rest) for index in range(num_reqs)]
+
+
+@torch.inference_mode()
+def measure_draft_prices(
+    runner: ModelRunner,
+    max_requests: int,
+    max_width: int,
+    shapes: Collection[DraftShape],
+    clock: Callable[[], float] = time.perf_counter,
+) -> DraftPrices:
+    """Measures a drafting model's runner as a target's, and passes that draft these shapes, with
+    what they read of KV; other arguments as for `PriceMeter`."""
+    start = clock()
+    meter = PriceMeter(runner, max_requests, max_width, clock)
+    fewer = [size for size in meter.timer.pass_requests if size < max_requests]
+
+    def launch_of(shape: DraftShape, num_reqs: int, kv_len: int = 0) -> Launch:
+        first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width, kv_len)
+        if isinstance(shape, TreeShape):
+            return lambda: runner.draft_trees(first, shape)
+        return lambda: runner.draft(first, shape)
+
+    extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
+    for shape in shapes:
+        launch, what = partial(launch_of, shape), f"drafting ({shape})"
+        times_ms = meter.timer.times_of([*fewer, max_requests], launch, CPU_PASSES_S, what)
+        passes[shape] = PassPrices(shortest(times_ms), meter.kv_ms(launch))
+    logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
+    return DraftPrices(extend, passes)

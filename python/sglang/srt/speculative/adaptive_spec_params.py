@@ -1,5 +1,3 @@
 """SGLang's path of `lookahead/ema.py`."""
 
-from sglang.srt.lookahead.ema import (
-    AdaptiveSpeculativeParams as AdaptiveSpeculativeParams,
-)
+from sglang.srt.lookahead.ema import AdaptiveSpeculativeParams as AdaptiveSpeculativeParams

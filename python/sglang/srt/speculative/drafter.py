@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.lookahead.contract import PlainPlanner, Planner, StepPlan
+from sglang.srt.lookahead.contract import Planner, StepPlan
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.runner_group import RunnerGroup
@@ -157,7 +157,7 @@ class PlannedDrafter(NamedTuple):
     """Two halves of one kind: one decides on the host, the other does it on the device. By default
     nothing is drafted."""
 
-    planner: Planner = PlainPlanner()
+    planner: Planner = Planner()
     drafter: Drafter = NoDrafts()
 
 

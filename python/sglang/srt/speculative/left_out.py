@@ -19,11 +19,8 @@ from sglang.srt.step.worker import ScheduleBatch
 
 
 class LeftOutTokens:
-    """Says what a drafter is fed of a step, and keeps `kv_starts` and `is_fed` of its pools.
-
-    Args:
-        memory: those of its pools that have no `kv_starts` are of models that are fed all.
-    """
+    """Says what a drafter is fed of a step, and keeps `kv_starts` and `is_fed` of its pools. Those
+    without `kv_starts` are of models that are fed all."""
 
     def __init__(self, memory: KVMemory, state: RequestRows) -> None:
         self._table = memory.table.req_to_token
@@ -34,8 +31,8 @@ class LeftOutTokens:
         self._any_fed = self._any_left_out = False
 
     def prepare(self, batch: ScheduleBatch, plan: StepPlan) -> None:
-        """Gets `kv_starts` ready before a step is launched: new requests see all KV, and those that
-        are fed again (`StepPlan.fed_again`) see the KV of what they are fed from now on."""
+        """Gets `kv_starts` ready before a step is launched: new requests see all KV, and those of
+        `StepPlan.fed_again` the KV of what they are fed from now on."""
         self._any_fed |= not plan.rests
         if self._any_left_out and batch.new_rows:
             new = to_device([each.row for each in batch.new_rows], self._table.device, torch.int64)
@@ -47,8 +44,8 @@ class LeftOutTokens:
                 starts[rows] = self._state.committed[rows]
 
     def fed(self, step: ComputedStep) -> ComputedStep | None:
-        """Returns the part of a step that the drafter is fed; None: nothing. Called in the capture
-        of graphs of steps too. Waits for nothing on the device."""
+        """Returns the part of a step that the drafter is fed; None: nothing. Graphs capture it too,
+        and it waits for nothing on the device."""
         plan = step.plan
         if self._any_fed or not plan.rests:  # else no slot has a mark
             self._mark(step, {*plan.left_out, *plan.without_model})
@@ -65,8 +62,7 @@ class LeftOutTokens:
         return step
 
     def _mark(self, step: ComputedStep, unfed: set[int]) -> None:
-        """Marks the slots of a step, and takes the marks of those of the requests at places `unfed`
-        away."""
+        """Marks the slots of a step, but for the requests at places `unfed`, whose marks go."""
         slots, is_mixed = step.inputs.slots, 0 < len(unfed) < len(step.batch.rows)
         is_unfed = rows_of_places(step, unfed) if is_mixed and self._marks else None
         for _, is_fed in self._marks:

@@ -89,7 +89,7 @@ class MaskDrafter(Drafter):
 
     def extend(self, step: ComputedStep) -> None:
         """The drafts are what the target chose after its mask tokens."""
-        if not step.plan.is_plain:
+        if not step.plan.counts.is_plain:
             self._ops.propose(step.chosen, step.accepted)
         if self._config.bypasses_graphs and not step.forward.used_graph:
             self._warn_of_bypass(step)

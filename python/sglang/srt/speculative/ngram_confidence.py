@@ -18,16 +18,9 @@ ABSENT = -1.0  # the score of a node that cannot be had; below all others
 
 
 class Trials:
-    """Counts on the device, by cells. Nothing waits for it.
-
-    Attributes:
-        tried: float32, of the shape of the prior; drafts that were fed, all before them being
-            right.
-        right: likewise; of these, the right ones.
-
-    Args:
-        prior: float32; the chance that a draft of each cell is right, before any was tried.
-    """
+    """Counts on the device, by cells: of the drafts that were `tried`, all before them being right,
+    those that were `right`. Both are float32 of the shape of the prior, the chance that a draft of
+    each cell is right, before any was tried. Nothing waits for it."""
 
     def __init__(self, prior: torch.Tensor) -> None:
         self.tried = torch.zeros_like(prior)
@@ -35,8 +28,7 @@ class Trials:
         self._prior_right = PRIOR_TRIALS * prior
 
     def add(self, cells: torch.Tensor, tried: torch.Tensor, right: torch.Tensor) -> None:
-        """Drafts whose cells, in the flattened counts, are `cells` int64; all of one shape, `tried`
-        and `right` bool."""
+        """Adds drafts, of one shape: int64 cells in the flattened counts, `tried`, `right` bool."""
         for counts, were in ((self.tried, tried), (self.right, right)):
             counts.view(-1).index_add_(0, cells.flatten(), were.flatten().to(counts.dtype))
         share = (WINDOW / self.tried.clamp(min=1.0)).clamp(max=1.0)
@@ -49,16 +41,12 @@ class Trials:
 
 
 class MatchConfidence:
-    """Chances of chains, by class and place in the chain. Classes are of matches, unless chains
-    have other scores.
-
-    Attributes:
-        trials: [C, D]
+    """Chances of chains, by class and place in the chain: `trials` are [C, D]. Classes are of
+    matches, unless chains have other scores.
 
     Args:
-        num_rows: rows of the token table, padding included.
+        num_rows: of the token table, padding included; `padding_row` teaches nothing.
         max_drafts: D.
-        padding_row: teaches nothing.
         bounds: ascending; the greatest score of each class but the last one.
         priors: chances of the C classes before anything is known; None: PRIOR_CONFIDENCE each.
     """
@@ -82,13 +70,8 @@ class MatchConfidence:
         self._padding_row = padding_row
 
     def learn(self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor) -> None:
-        """Learns which of the drafts that `proposed` last heard of were right.
-
-        Args:
-            rows: [R] int64.
-            num_fed: [R] int64; drafts of each that the step fed, 0 where there were none.
-            num_right: [R] int64; how many of the first ones were right.
-        """
+        """Learns how many of the drafts that `proposed` last heard of were fed, and of the first
+        ones right; all [R] int64."""
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         num_right, places = num_right[:, None], self._places
         tried = (places < num_fed) & (places <= num_right)
@@ -96,43 +79,32 @@ class MatchConfidence:
         self.trials.add(cells, tried, tried & (places < num_right))
 
     def proposed(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[R, D] float32; of drafts with these scores, such as the lengths of the matches that they
-        follow, for `StepOps.write_drafts`; rows [R] int64, scores [R]."""
-        classes = torch.bucketize(scores, self._bounds)
-        self._classes[rows] = classes
+        """Returns [R, D] float32 for `StepOps.write_drafts`, of drafts with these scores [R], such
+        as the lengths of the matches that they follow; rows [R] int64."""
+        self._classes[rows] = classes = torch.bucketize(scores, self._bounds)
         return self.trials.chances()[classes]
 
 
 class OrderedNodes(NamedTuple):
     """The nodes but the root of R trees, each tree's likeliest ones first, so that any first ones
-    are a tree.
+    are a tree."""
 
-    Attributes:
-        order: [R, D] int64; the place of each among all tokens found, D of each branch, branch by
-            branch.
-        parents: [R, D] int32; see `DraftTrees.write`.
-        scores: [R, D] float32; that a node and all that it follows are right. None is greater than
-            the one before it. After the nodes that there are they are 0.
-        counts: [R] int64; nodes that there are, D unless the budget of the corpus leaves fewer.
-    """
-
-    order: torch.Tensor
-    parents: torch.Tensor
+    order: torch.Tensor  # [R, D] int64; places among the tokens found, D of each branch in turn
+    parents: torch.Tensor  # [R, D] int32; see `DraftTrees.write`
+    # [R, D] float32, never rising; that a node and all that it follows are right, 0 of no node.
     scores: torch.Tensor
-    counts: torch.Tensor
+    counts: torch.Tensor  # [R] int64; nodes, D unless the budget of the corpus leaves fewer
 
 
 class BranchConfidence:
     """Chances of trees whose branches part at the root: by whether a branch is the first one, by
-    class of its match, and by place in the branch.
-
-    Attributes:
-        trials: [2, NUM_CLASSES, D]; of first branches, and of all others.
+    class of its match, and by place in the branch. `trials` are [2, NUM_CLASSES, D], of first
+    branches and of all others.
 
     Args:
-        num_rows, padding_row: as for `MatchConfidence`.
         num_drafts: D, nodes of a tree but the root, and tokens that are known of each branch.
         corpus_budget: nodes of a tree that may come from the corpus, at least 1; None: all.
+        num_rows, padding_row: as for `MatchConfidence`.
     """
 
     def __init__(
@@ -156,20 +128,10 @@ class BranchConfidence:
         self._given_parents = torch.zeros_like(self._given_cells)
 
     def learn(
-        self,
-        rows: torch.Tensor,
-        num_fed: torch.Tensor,
-        num_right: torch.Tensor,
-        path: torch.Tensor,
+        self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor, path: torch.Tensor
     ) -> None:
-        """Learns which of the nodes that `order` last gave were right.
-
-        Args:
-            rows: [R] int64.
-            num_fed: [R] int64; nodes of each, from the first on, that were fed.
-            num_right: [R] int64; nodes on the confirmed path.
-            path: [R, M] integers; the root, 0, then those nodes; what is after means nothing.
-        """
+        """Learns how many of the nodes that `order` last gave were fed, and right: those after the
+        root on the path [R, M], of `num_right`; all others [R] int64."""
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         is_on_path = torch.arange(path.shape[1], device=path.device) <= num_right[:, None]
         is_right = torch.zeros((len(rows), 1 + len(self._nodes)), device=path.device).bool()
@@ -180,14 +142,9 @@ class BranchConfidence:
     def order(
         self, rows: torch.Tensor, match_lens: torch.Tensor, in_corpus: torch.Tensor
     ) -> OrderedNodes:
-        """The D likeliest nodes of all branches.
-
-        Args:
-            rows: [R] int64.
-            match_lens: [R, B] int64; of each branch, 0 where it has no place. The first one is
-                there without a place too.
-            in_corpus: [R, B] int64; 1 where its place is in the corpus, else 0.
-        """
+        """Returns the D likeliest nodes of all branches; rows [R] int64. [R, B] int64: lengths of
+        the matches of branches, 0 where they have no place, and 1 where that is in the corpus, else
+        0. The first branch is there without a place too."""
         num_drafts = len(self._nodes)
         is_later = (torch.arange(match_lens.shape[1], device=rows.device) > 0).to(torch.int64)
         classes = torch.bucketize(match_lens, self._bounds)

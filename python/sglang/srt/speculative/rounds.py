@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
-from sglang.srt.lookahead.tile_spec import TileSpec
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
+from sglang.srt.model_executor.price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler, cliffs, folder_of
@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoundPrices | None:
     """Returns prices of rounds, of which those of the drafter's model are measured here or taken
-    from the cache; the drafter's options have `rounds`. None where nothing goes by them.
-
-    Args:
-        may_rest: that model is left out of steps where no drafts pay, if it can be.
-    """
+    from the cache; None where nothing goes by them. The model rests if it may and can."""
     rounds: RoundOptions = parts.options.rounds
     target_prices = parts.prices
     if not rounds.needs_prices or target_prices is None:
@@ -71,10 +67,8 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
 def planner_of_rounds(
     options: RoundOptions, parts: DrafterParts, prices: MeasuredRoundPrices | None
 ) -> DraftPlanner:
-    """
-    Args:
-        prices: None where nothing goes by them.
-    """
+    """Makes the planner of a drafter whose options have rounds; prices as `measured_rounds` gave
+    them."""
     target, num_rows = parts.runners.target, parts.runners.memory.table.num_rows
     tile_spec: TileSpec | None = None
     policy_prices: RoundPrices | None = prices

@@ -20,13 +20,9 @@ FindGraph = Callable[[int, int, int], GraphKey | None]
 
 
 class PromptChunk(NamedTuple):
-    """Rows of a prompt that a step feeds.
+    """Rows of a prompt that a step feeds."""
 
-    Attributes:
-        position: of the first one; as many tokens are before it.
-    """
-
-    position: int
+    position: int  # of the first one; as many tokens are before it
     num_rows: int
 
     @property
@@ -40,51 +36,34 @@ class PromptChunk(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """The properties of a step that decide its price.
-
-    Attributes:
-        num_reqs: requests.
-        widest: rows of the request that feeds most.
-        num_rows: rows in all.
-        num_read: rows whose logits are read.
-        kv_tokens: tokens with KV of all requests that emit; each is read once.
-        row_kv: sum over the rows of these requests, without prompts, of the tokens that each row
-            sees.
-        prompts: the chunks of prompts that it feeds.
-    """
+    """The properties of a step that decide its price."""
 
     num_reqs: int
-    widest: int
-    num_rows: int
-    num_read: int
-    kv_tokens: float = 0.0
-    row_kv: float = 0.0
+    widest: int  # rows of the request that feeds most
+    num_rows: int  # in all
+    num_read: int  # rows whose logits are read
+    kv_tokens: float = 0.0  # tokens with KV of all requests that emit; each is read once
+    row_kv: float = 0.0  # sum over their rows, without prompts, of the tokens that each row sees
     prompts: tuple[PromptChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Milliseconds by size, where sizes are not padded: linear between measured sizes, never
-    falling beyond the largest.
+    falling beyond the largest."""
 
-    Attributes:
-        sizes: ascending, at least one.
-        costs_ms: measured; they may fall in places.
-    """
-
-    sizes: tuple[int, ...]
-    costs_ms: tuple[float, ...]
+    sizes: tuple[int, ...]  # ascending, at least one
+    costs_ms: tuple[float, ...]  # measured; they may fall in places
 
     def __post_init__(self) -> None:
         is_ascending = list(self.sizes) == sorted({0, *self.sizes})[1:]
-        if not self.sizes or not is_ascending or len(self.sizes) != len(self.costs_ms):
+        has_times = len(self.sizes) == len(self.costs_ms) and min(self.costs_ms, default=-1) >= 0
+        if not is_ascending or not has_times:
             raise ValueError("A curve has ascending sizes of at least 1, each with a time.")
-        if min(self.costs_ms) < 0:
-            raise ValueError("No time is below 0.")
 
     def at(self, size: int) -> float:
-        """Beyond the last size the mean slope of the second half continues, since the last piece
-        alone may be flat. With one size, cost grows in proportion."""
+        """Continues the mean slope of the second half beyond the last size, since the last piece
+        alone may be flat; with one size, cost grows in proportion."""
         sizes, costs = self.sizes, self.costs_ms
         if size <= sizes[0]:
             return costs[0]
@@ -110,28 +89,18 @@ def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
 @dataclass(frozen=True)
 class PriceTable:
     """Prices of steps in milliseconds. A step that replays a graph costs the time of that graph,
-    however many of its rows are padding.
-
-    Attributes:
-        find: finds the graph that a step replays, if any.
-        graphs_ms: time of each graph, with next to no KV.
-        eager: times of steps that replay no graph, by rows, with next to no KV.
-        head: times of logits and of drawing tokens from them, by rows read.
-        kv_ms: time of each token of KV that is read.
-        row_kv_ms: time of each pair of a row and a token of KV that it sees.
-        prompt_kv_ms: cost per token that a prompt's chunk sees, by the chunk's rows; not falling.
-            Rows share the KV that they read, and small chunks underuse a GPU.
-        spread: typical deviation of one measurement from another, as a share.
-    """
+    however many of its rows are padding."""
 
     find: FindGraph
-    graphs_ms: Mapping[GraphKey, float]
-    eager: Curve
-    head: Curve
-    kv_ms: float = 0.0
-    row_kv_ms: float = 0.0
+    graphs_ms: Mapping[GraphKey, float]  # with next to no KV
+    eager: Curve  # of steps that replay no graph, by rows, with next to no KV
+    head: Curve  # of logits and of drawing tokens from them, by rows read
+    kv_ms: float = 0.0  # of each token of KV that is read
+    row_kv_ms: float = 0.0  # of each pair of a row and a token of KV that it sees
+    # Of a token that a prompt's chunk sees, by the chunk's rows; not falling. Rows share the KV
+    # that they read, and small chunks underuse a GPU.
     prompt_kv_ms: Curve = FREE
-    spread: float = 0.0
+    spread: float = 0.0  # typical deviation of one measurement from another, as a share
 
     def replays(self, step: StepShape) -> bool:
         """Tells whether a step replays a graph."""
@@ -139,8 +108,7 @@ class PriceTable:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of rows, ascending. Between two of them the price of a step without KV is
-        constant (it is padded) or linear."""
+        """Ascending numbers of rows, between which steps are padded or prices are linear."""
         return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
 
     @property
@@ -180,12 +148,7 @@ class PassPrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftPrices:
-    """Prices of a head over a target.
+    """Prices of a head over a target."""
 
-    Attributes:
-        extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
-        passes: for each number of draft steps, or shape of trees.
-    """
-
-    extend: PriceTable
-    passes: Mapping[Any, PassPrices]
+    extend: PriceTable  # its pass over the rows that the target was fed, and its logits
+    passes: Mapping[Any, PassPrices]  # for each number of draft steps, or shape of trees

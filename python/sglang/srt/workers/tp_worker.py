@@ -184,7 +184,7 @@ class TpModelWorker:
         )
         # Who may keep several tokens has more slots reserved than a plain step feeds rows, and the
         # step in flight may have kept fewer than the bounds say.
-        is_exact = plan.is_plain and plan.counts.q_lens == batch.max_q_lens
+        is_exact = plan.counts.is_plain and plan.counts.q_lens == batch.max_q_lens
         inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
         run = RunRows(inputs, layout, step.accepted, drawing.output)
@@ -250,7 +250,7 @@ class TpModelWorker:
             shortened = ShortenedRows.of(allowed.most, layout.per_request)
         sampling = None if batch.all_greedy else self._state.sampling(reads.rows, reads.positions)
         chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
-        if plan.is_plain:
+        if plan.counts.is_plain:
             accepted = self._accept_one(chosen)
         else:
             confirmed, chosen, drawn = self._confirm_drafts(plan, chosen, logits, sampling, drawn)
@@ -398,7 +398,7 @@ def _result(
     """Returns what the scheduler is told of a step. Its copy to the host begins here."""
     plan = record.plan
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
-    if plan.is_plain and batch.constraint is None:
+    if plan.counts.is_plain and batch.constraint is None:
         # The host knows these: nothing more is copied from the device.
         accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
         kept_lens = torch.tensor(plan.counts.q_lens)

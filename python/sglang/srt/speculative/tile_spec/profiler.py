@@ -1,7 +1,7 @@
 """Keeps the prices that are measured at the start, so that the next start need not measure them.
 
 Prices are times of the captured graphs, of larger steps and of the head's draft steps
-(`price_measurement.py`, `draft_price_measurement.py`): that takes seconds, and no text and no
+(`price_measurement.py`): that takes seconds, and no text and no
 requests. They are kept as JSON, with what they were measured with: the file's name is a digest of
 that. What is no such file is measured again.
 """
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ import torch
 import sgl_kernel
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
-from sglang.srt.lookahead.cut import PiecewiseLinearLatency
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Graphs whose times are compared with their prices, and the share by which the median may be less.
 CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
+CLIFF = 0.15  # share by which the next size takes longer, for people
 MAX_BYTES = 4 << 20
 KEPT_NAME, MOST_KEPT = re.compile(r"[0-9a-f]{16}\.json"), 64  # files of a folder, the newest
 DAMAGED = "damaged, or of another version"
@@ -69,8 +70,7 @@ TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.
 
 
 class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
-    """The content of a file: what prices were measured with, those of a `PriceTable` but `find`,
-    since the runner finds its graphs, and of a head `DraftPrices.passes`."""
+    """A file: what prices were measured with, `PriceTable` but `find`, and a head's passes."""
 
     measured_with: dict[str, str]
     graphs_ms: list[tuple[GraphKey, Price]]
@@ -89,14 +89,9 @@ class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TileSpecProfiler:
-    """Gives prices that an earlier start measured with the same GPU, versions, models and flags;
-    else measures them, for the next start too.
-
-    Args:
-        folder: of the files.
-        runner: whose steps have the prices.
-        target: of a head that is the runner's.
-    """
+    """Gives prices of a runner's steps that an earlier start measured with the same GPU, versions,
+    models and flags; else measures them, for the next start too. Files are in a folder; a head's
+    depend on its target too."""
 
     def __init__(
         self, folder: Path, runner: ModelRunner, target: ModelRunner | None = None
@@ -126,14 +121,16 @@ class TileSpecProfiler:
         return prices
 
     def _read(self, shapes: Iterable[DraftShape]) -> KeptPrices | None:
-        """Returns the prices of exactly the graphs of the runner, and of passes of these shapes;
-        None where there are none. Of several ranks of a runner all get what the first one reads."""
+        """Returns prices of exactly the runner's graphs and these passes, if there are any. All
+        ranks get what the first one reads."""
         data, problem = _contents(self._path)
         if (ranks := self._runner.ranks) is not None:
             data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
         if data and not problem:
             keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
-            kept = _decoded(data)
+            kept: KeptPrices | None = None
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                kept = msgspec.json.decode(data, type=KeptPrices)
             if (
                 kept is not None
                 and kept.measured_with == self._known
@@ -149,8 +146,7 @@ class TileSpecProfiler:
         return None
 
     def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
-        """Replaces the file as a whole: whoever reads it meanwhile gets the old one or the new one.
-        Of older files of its folder only the newest stay."""
+        """Replaces the file as a whole, for who reads it now. Of old files the newest stay."""
         ranks = self._runner.ranks
         if ranks is not None and ranks.shard.rank > 0:
             return  # the first one keeps what all have
@@ -169,13 +165,13 @@ class TileSpecProfiler:
                     old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
-            logger.warning(text, path.parent, _reason(error))
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            logger.warning(text, path.parent, reason)
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
-    """Tells whether graphs take no less time than the prices say: what disturbs a measurement makes
-    it longer. So prices that are too high were disturbed, and of longer times now the prices are
-    right. The largest graphs come first, as a GPU at rest is slow at first."""
+    """Tells whether graphs take no less time than the prices say, which would have been disturbed:
+    what disturbs makes times longer. Large graphs come first, as a GPU at rest is slow at first."""
     keys = sorted(prices.graphs_ms, key=lambda key: -key.num_tokens)
     if not keys:
         return True
@@ -191,8 +187,8 @@ def cliffs(prices: PriceTable) -> list[int]:
     dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
     graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
     eager = zip(prices.eager.sizes, prices.eager.costs_ms, strict=True)
-    by_rows = sorted((dict(eager) | graphs).items())
-    return list(PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True)).ends[:-1])
+    by_rows = pairwise(sorted((dict(eager) | graphs).items()))
+    return [rows for (rows, ms), (_, more_ms) in by_rows if more_ms > ms * (1 + CLIFF)]
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
@@ -240,8 +236,7 @@ def _version(package: str) -> str:
 
 @cache
 def code_digest() -> str:
-    """Returns a digest of the code that decides how long a step takes; its files are read once in a
-    process."""
+    """Returns a digest of the code that decides how long a step takes."""
     found = hashlib.sha256()
     for folder in timed_folders():
         for path in sorted(folder.rglob("*")):
@@ -251,7 +246,7 @@ def code_digest() -> str:
 
 
 def timed_folders() -> list[Path]:
-    """Those with the code that decides how long a step takes."""
+    """Returns those with the code that decides how long a step takes."""
     root, kernels = Path(__file__).resolve().parents[2], Path(sgl_kernel.__file__).resolve().parent
     folders = [*(root / name for name in TIMED_CODE), kernels]
     if not (kernels / "csrc").is_dir():  # CUDA sources are in the package only once installed
@@ -259,30 +254,13 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def _decoded(data: bytes) -> KeptPrices | None:
-    """Returns what the data hold; None if that is something else."""
-    try:
-        return msgspec.json.decode(data, type=KeptPrices)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-
-
 def _contents(path: Path) -> tuple[bytes, str]:
-    """Returns the bytes of a file and what is wrong with it; nothing where there is none, or a
-    folder, or none that may be opened: if it cannot be replaced either, `_keep` says so."""
-    try:
-        if not path.exists() or path.is_dir() or not os.access(path, os.R_OK):
-            return b"", ""
-        data = read_bytes(path, MAX_BYTES)
-    except PermissionError:
+    """Returns the bytes of a file and what is wrong with it; nothing where none can be opened: if
+    it cannot be replaced either, `_keep` says so."""
+    if not os.path.exists(path) or path.is_dir() or not os.access(path, os.R_OK):
         return b"", ""
+    try:
+        data = read_bytes(path, MAX_BYTES)
     except UnreadableFileError as error:
         return b"", error.reason
-    except (OSError, ValueError) as error:  # the latter of a path that no file can have
-        return b"", _reason(error)
     return data, "" if data else DAMAGED
-
-
-def _reason(error: OSError | ValueError) -> str:
-    """Without the path."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
