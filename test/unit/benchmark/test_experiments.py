@@ -179,7 +179,7 @@ def test_an_experiment_of_the_bundled_model_gives_its_ratios(
     result = json.loads(out.read_text(encoding="utf-8"))
     [row] = result["rows"]
     pair = f"{ways[1]} / {ways[0]}"
-    assert row["load"] == [2, "code"]
+    assert row["load"] == [2, "code", 1]
     assert len(row["ratios"][pair]["ratios"]) == 1
     assert min(min(each["tok_s"]) for each in row["ways"].values()) > 0
     assert pair in capsys.readouterr().out
