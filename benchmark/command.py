@@ -25,24 +25,6 @@ def make_parser(doc: str | None, result_name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of the server that decide how prompts are split; without them it has its own."""
-    add = parser.add_argument
-    add("--chunked-prefill-size", help="the server's flag; default: the server's own")
-    add("--max-step-ms", type=float, help="the server's flag; default: the server's own")
-
-
-def schedule_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those of `add_schedule_options` that were given, by their names in `ServerArgs`."""
-    flags = {}
-    chunk: str | None = arguments.chunked_prefill_size
-    if chunk is not None:
-        flags["chunked_prefill_size"] = chunk if chunk.isalpha() else int(chunk)
-    if arguments.max_step_ms is not None:
-        flags["max_step_ms"] = arguments.max_step_ms
-    return flags
-
-
 def store(path: Path, result: dict[str, Any]) -> None:
     """Writes a result, which begins with `describe_environment()`, and says where."""
     write(path, result)
