@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+SINGLE_RUNS = ("runs", "rounds_ms", "times_ms")  # of a row, beside their median
 RESULTS = Path(__file__).parent / "results"
 Item = TypeVar("Item")
 
@@ -35,6 +36,14 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a result that may still grow."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Prints the figures of each row, but those of single runs."""
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key not in SINGLE_RUNS}
+        rounded = (f"{each:.4g}" if isinstance(each, float) else each for each in shown.values())
+        print(", ".join(map("{} {}".format, shown, rounded)))
 
 
 def in_turn(items: Iterable[Item], number: int) -> list[Item]:

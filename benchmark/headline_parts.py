@@ -39,11 +39,10 @@ from benchmark.paired import (
     measure_rounds,
     print_ratios,
 )
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from benchmark.server_process import running_server
 from benchmark.sse_client import StreamClient
 from benchmark.ways import EngineWay, start_engines
-from sglang.srt.model_config import resolve_model_path
 
 START_LIMIT_S = 240.0
 LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
@@ -119,12 +118,7 @@ def measure_plain(setting: Setting) -> Found:
     seeds, rows = itertools.count(), list[dict[str, Any]]()
     with (
         random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
-        sglang.Engine(
-            model_path=folder,
-            tokenizer_path=str(resolve_model_path("demo")),
-            load_format="dummy",
-            log_level="error",
-        ) as engine,
+        sglang.Engine(**dummy_flags(folder)) as engine,
     ):
         info = engine.get_server_info()
 

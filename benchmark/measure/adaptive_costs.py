@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, store
+from benchmark.command import in_turn, make_parser, print_rows, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import SWITCH_US, TIERS_MEMORY_RATIO
@@ -373,27 +372,6 @@ def measure(arguments: argparse.Namespace, folder: str, head: str, slots: str) -
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """Prints what was asked and what was found."""
-    is_told = result["launches_alone"]
-    what = "" if is_told else " (on this device computing is part of a launch)"
-    for row in result["rows"]:
-        verdict = ("ok" if row["most_us"] < SWITCH_US else "MISS") if is_told else ""
-        parts = itertools.chain(row["switch_us"].items(), row["policy_us"].items())
-        shown = ", ".join(f"{name} {us:.1f}" for name, us in parts)
-        print(
-            f"{verdict:4} batch {row['batch']:3d}: a switch {row['most_us']:.1f} us at most, policy"
-            f" included, asked < {SWITCH_US:g}{what}: {shown}"
-        )
-    for row in result["memory"]:
-        verdict = "ok" if row["ratio"] <= TIERS_MEMORY_RATIO else "MISS"
-        print(
-            f"{verdict:4} {row['config']}: graphs {row['all_mib']} MiB, those of {row['deepest']}"
-            f" alone {row['deepest_mib']} MiB, {row['ratio']:.2f} of them"
-            f" (asked <= {TIERS_MEMORY_RATIO:g})"
-        )
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, "adaptive_costs")
     add = parser.add_argument
@@ -422,7 +400,8 @@ def main() -> None:
         slots = Path(temporary) / "slots.json"
         slots.write_text(json.dumps({"1": {"candidate_steps": TIERS}}), encoding="utf-8")
         result = measure(arguments, folder, head, str(slots))
-    print_result(result)
+    print_rows(result["rows"] + result["memory"])
+    print(f"asked: most_us below {SWITCH_US:g} on a GPU, ratio up to {TIERS_MEMORY_RATIO:g}")
     store(arguments.out, result)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.command import make_parser, store
+from benchmark.command import make_parser, print_rows, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.measure.kernel_times import flop
@@ -316,8 +316,7 @@ def main() -> None:
         "of_dense": prompt["tflop_s"] / dense_prompt["tflop_s"],
         "at_least": LEAST_OF_DENSE,
     }
-    for row in decodes:
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print_rows(decodes)
     print(f"prompts: {prompt}, {dense_prompt}: {result['of_dense']:.2f} of the dense model's")
     store(arguments.out, {**describe_environment(), **result})
 

@@ -26,8 +26,7 @@ from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import GEOMETRY, GPU_OF_GOALS, HEADLINE
 from benchmark.gpu_load import sample_gpu
-from benchmark.random_model import GEOMETRIES, random_model
-from sglang.srt.model_config import resolve_model_path
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.srt.server_args import ServerArgs
 
 CONTEXT_LEN = 32768
@@ -202,13 +201,10 @@ def main() -> None:
     flags = server_arguments(arguments.more)
     with random_model(arguments.geometry, CONTEXT_LEN) as folder:
         values: dict[str, Any] = {
-            "model_path": folder,
-            "tokenizer_path": str(resolve_model_path("demo")),
-            "load_format": "dummy",
+            **dummy_flags(folder),
             "device": arguments.device,
             "tp_size": arguments.tp_size,
             "max_running_requests": arguments.max_running_requests,
-            "log_level": "error",
         }
         args = ServerArgs(**values | flags)
         rows: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import make_parser, store
+from benchmark.command import make_parser, print_rows, store
 from benchmark.environment import describe_environment
 
 NUM_REQUESTS, CHUNK = 64, 512
@@ -151,8 +151,7 @@ def main() -> None:
             ) as engine:
                 found = asyncio.run(measure(engine, arguments.rounds, bar))
             rows += [{"overlap": overlap, **row} for row in found]
-    for row in rows:
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print_rows(rows)
     result = {**describe_environment(), "requests": NUM_REQUESTS, "chunk": CHUNK, "rows": rows}
     store(arguments.out, result)
 
