@@ -41,7 +41,6 @@ from benchmark.paired import (
 )
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from benchmark.server_process import running_server
-from benchmark.sse_client import StreamClient
 from benchmark.ways import EngineWay, start_engines
 
 START_LIMIT_S = 240.0
@@ -156,7 +155,7 @@ def measure_server(setting: Setting) -> Found:
             Path(path).mkdir()
         for start in ("cold", "warm", "warm"):
             with running_server(command, environ, START_LIMIT_S) as server:
-                asyncio.run(_first_token(server.port))
+                asyncio.run(http_load.answer_once(server.port, 1))
                 starts[start].append(time.perf_counter() - server.start_s)
                 print(f"{start} start: {starts[start][-1]:.1f} s", flush=True)
                 if len(starts["warm"]) == 2:
@@ -175,14 +174,6 @@ def measure_server(setting: Setting) -> Found:
         Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in starts.items()
     ]
     return {"figures": figures, "http": found}
-
-
-async def _first_token(port: int) -> None:
-    """Waits for the first token that a server gives."""
-    client = await StreamClient.connect(port)
-    [body] = http_load.bodies([[3, 4, 5]], 1)
-    await client.generate(body)
-    client.close()
 
 
 def measure_eagle(setting: Setting) -> Found:

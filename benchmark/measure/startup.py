@@ -10,14 +10,12 @@ processes must be gone.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
 import statistics
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,9 @@ from tqdm import tqdm
 from benchmark.command import make_parser, store
 from benchmark.environment import describe_environment
 from benchmark.goals import STARTUP_S
+from benchmark.http_load import answer_once
 from benchmark.random_model import GEOMETRIES, random_head, random_model
-from benchmark.server_process import ServerLog, StartError, running_server
+from benchmark.server_process import ServerLog, running_server
 from sglang.srt.model_config import resolve_model_path
 
 NUM_TOKENS = 16
@@ -77,7 +76,7 @@ def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> d
         StartError: with the end of the server's log.
     """
     with running_server(command, environ, limit_s) as server:
-        _generate(server.port, limit_s)
+        asyncio.run(asyncio.wait_for(answer_once(server.port, NUM_TOKENS), limit_s))
         answered_s = time.perf_counter() - server.start_s
         stopped_s = server.stop()
     return {
@@ -87,24 +86,6 @@ def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> d
         "phases": phases_of(line for _, line in server.log.lines),
         "log": stored_log(server.log),
     }
-
-
-def _generate(port: int, limit_s: float) -> None:
-    """A greedy request, answered in full."""
-    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    body = {"input_ids": list(range(3, 3 + NUM_TOKENS)), "sampling_params": params}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/generate",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=limit_s) as response:
-            answer = json.load(response)
-    except (urllib.error.URLError, OSError) as error:
-        raise StartError(f"/generate failed: {error}") from None
-    if len(answer["output_ids"]) != NUM_TOKENS:
-        raise StartError(f"/generate gave {len(answer['output_ids'])} tokens, not {NUM_TOKENS}.")
 
 
 def measure(command: list[str], num_warm: int, limit_s: float) -> list[dict[str, Any]]:

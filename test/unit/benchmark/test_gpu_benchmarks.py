@@ -23,6 +23,7 @@ from benchmark.engine_load import (
     varied_lengths,
 )
 from benchmark.measure import startup
+from benchmark.server_process import StartError
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.server_args import ServerArgs
 from training.corpus import is_held_out
@@ -273,5 +274,5 @@ def test_compiling_is_what_a_cold_start_takes_longer() -> None:
 
 def test_a_server_that_cannot_start_is_reported_with_its_last_lines() -> None:
     command = [sys.executable, "-c", "import sys; print('no such flag'); sys.exit(2)"]
-    with pytest.raises(startup.StartError, match=r"ended with 2(.|\n)*no such flag"):
+    with pytest.raises(StartError, match=r"ended with 2(.|\n)*no such flag"):
         startup.time_start(command, {}, limit_s=30)
