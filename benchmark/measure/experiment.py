@@ -115,7 +115,7 @@ def run_of(
                 engine.generate(input_ids=lap, sampling_params=served[name].params | longest)
         if experiment.phase_tokens is not None:
             params = {name: way.params for name, way in served.items()}
-            loops[text_name] = batches(servings.engines, params, lap, experiment.phase_tokens)
+            loops[text_name] = batches(servings.engines, params, lap, arguments.phase_tokens)
         else:
             is_equal = arguments.equal_lengths
             loops[text_name] = closed_loops(served, lap, has_equal_lengths=is_equal)
@@ -206,6 +206,7 @@ def parse(
     add("name", choices=EXPERIMENTS, help=questions, metavar="NAME")
     add("--concurrency", type=int, nargs="+", help="requests at once")
     add("--ways", nargs="+", metavar="WAY", help="with a drafter also shapes, such as 2x7x16")
+    add("--phase-tokens", type=int, help="new tokens of each load of a work of several")
     add("--equal-lengths", action="store_true", help="of outputs; else those of a lap differ")
     add("--algorithm", choices=HEADS, help="of the drafter, where ways have one")
     add("--draft-model", help="folder of a head or draft model; default: the bundled one")
@@ -216,6 +217,7 @@ def parse(
     arguments.out = arguments.out or RESULTS / f"{result_name.format(name=arguments.name)}.json"
     arguments.concurrency = arguments.concurrency or [*experiment.requests]
     arguments.ways = arguments.ways or [*(experiment.default or experiment.ways)]
+    arguments.phase_tokens = arguments.phase_tokens or experiment.phase_tokens
     if experiment.algorithm is None:
         arguments.algorithm = None
     arguments.algorithm = arguments.algorithm or experiment.algorithm
