@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+SINGLE_RUNS = ("runs", "rounds_ms", "times_ms")  # of a row, beside their median
 RESULTS = Path(__file__).parent / "results"
 Item = TypeVar("Item")
 
@@ -25,24 +26,6 @@ def make_parser(doc: str | None, result_name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of the server that decide how prompts are split; without them it has its own."""
-    add = parser.add_argument
-    add("--chunked-prefill-size", help="the server's flag; default: the server's own")
-    add("--max-step-ms", type=float, help="the server's flag; default: the server's own")
-
-
-def schedule_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those of `add_schedule_options` that were given, by their names in `ServerArgs`."""
-    flags = {}
-    chunk: str | None = arguments.chunked_prefill_size
-    if chunk is not None:
-        flags["chunked_prefill_size"] = chunk if chunk.isalpha() else int(chunk)
-    if arguments.max_step_ms is not None:
-        flags["max_step_ms"] = arguments.max_step_ms
-    return flags
-
-
 def store(path: Path, result: dict[str, Any]) -> None:
     """Writes a result, which begins with `describe_environment()`, and says where."""
     write(path, result)
@@ -53,6 +36,14 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a result that may still grow."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Prints the figures of each row, but those of single runs."""
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key not in SINGLE_RUNS}
+        rounded = (f"{each:.4g}" if isinstance(each, float) else each for each in shown.values())
+        print(", ".join(map("{} {}".format, shown, rounded)))
 
 
 def in_turn(items: Iterable[Item], number: int) -> list[Item]:

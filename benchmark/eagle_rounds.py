@@ -10,13 +10,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import sglang
 from benchmark.engine_load import batch_wall_s, random_prompts
-from benchmark.random_model import GEOMETRIES, random_head, random_model
-from sglang.srt.model_config import resolve_model_path
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_head, random_model
 
 INPUT_LEN, OUTPUT_LEN = 128, 256
 NUM_STEPS = 3
@@ -44,18 +42,15 @@ def measure(
     Returns:
         Milliseconds of a round by batch size, and tokens per second of LOAD, if it is asked for.
     """
-    flags: dict[str, Any] = {"load_format": "dummy", "log_level": "error"}
     with (
         mock.patch.dict(os.environ, {SIMULATED: str(ACCEPT_LEN)}),
         random_model(geometry) as folder,
         random_head(folder) as head,
         sglang.Engine(
-            model_path=folder,
-            tokenizer_path=str(resolve_model_path("demo")),
+            **dummy_flags(folder),
             speculative_algorithm="EAGLE",
             speculative_draft_model_path=head,
             speculative_num_steps=NUM_STEPS,
-            **flags,
         ) as engine,
     ):
         seeds, vocab_size = itertools.count(), GEOMETRIES[geometry].vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,12 +91,11 @@ async def closed_loop(
     num_clients: int,
     num_laps: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-    lead_laps: int | None = None,
-    on_edge: Callable[[], Awaitable[None]] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> LoadResult:
     """Keeps `num_clients` requests running: each client sends the next prompt when its answer is
-    there. A lap is one pass through the prompts.
+    there. A lap is one pass through the prompts. One lap comes before those that count and builds
+    the load up, but of a client alone.
 
     A lap ends when the first prompt of the next one is sent. An answer that lies only partly in the
     laps that count gives as many tokens as its share of the time, so a slow last request distorts
@@ -105,9 +104,6 @@ async def closed_loop(
 
     Args:
         num_laps: that count.
-        lead_laps: that are run before and do not count; None: one, in which the load builds up, or
-            none of a client alone.
-        on_edge: is awaited beside the load when the laps that count begin, and when they end.
         lengths: new tokens that are asked for behind each prompt; None: what `params` say.
 
     Raises:
@@ -115,15 +111,14 @@ async def closed_loop(
     """
     if len(prompts) < num_clients:
         raise ValueError(f"{num_clients} clients need as many prompts, not {len(prompts)}.")
-    first = int(num_clients > 1) if lead_laps is None else lead_laps
-    edges: list[asyncio.Future[None]] = []
+    first = int(num_clients > 1)
     starts: list[float] = []
     spans: list[_Span] = []
     num_taken = 0
 
     async def client(number: int) -> None:
         nonlocal num_taken
-        if first and num_clients > 1:
+        if first:
             share = (1 + number) / num_clients
             asked = params | {"max_new_tokens": max(1, round(share * params["max_new_tokens"]))}
             await engine.async_generate(input_ids=prompts[number], sampling_params=asked)
@@ -131,8 +126,6 @@ async def closed_loop(
             place, start = num_taken % len(prompts), clock()
             if place == 0:
                 starts.append(start)
-                if on_edge is not None and len(starts) - 1 in (first, first + num_laps):
-                    edges.append(asyncio.ensure_future(on_edge()))
                 if len(starts) > first + num_laps:
                     await engine.async_abort_request(abort_all=True)
                     return
@@ -142,7 +135,6 @@ async def closed_loop(
             spans.append(_Span(place, start, answer=await request, end=clock()))
 
     await asyncio.gather(*(client(number) for number in range(num_clients)))
-    await asyncio.gather(*edges)
     return _result_within(spans, starts[first], starts[-1])
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmark.engine_load import random_prompts
 from benchmark.goals import (
+    ADAPTIVE_OVER_BEST_FIXED,
     MIN_DETERMINISTIC_OVER_PLAIN,
     MIN_HIDDEN_OVER_OWN_KIND,
     MIN_HTTP_OVER_ENGINE,
@@ -22,10 +25,12 @@ from benchmark.goals import (
     MIN_OPTED_OUT_OVER_PLAIN,
     MIN_PAIRED_MEDIAN,
     MIN_TRANSFORMERS_OVER_OWN,
+    STATIONARY_OVER_BEST_FIXED,
 )
 from benchmark.paired import Pair
 from benchmark.stream_ways import ROUTES
 from benchmark.ways import EngineWay
+from sglang.srt.model_config import load_model_config
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
@@ -85,6 +90,9 @@ class Experiment:
         pairs: whose ratios are to become certain, of the names of the ways that are measured.
         asked: of a way's ratios, at least.
         algorithm: of the drafter that is inflated for it, by default.
+        tells_steps: figures have the number of drafts that each Engine has settled on.
+        phase_tokens: new tokens of each load; the loads are one work, in their order, and what is
+            compared is the speed over all of them.
     """
 
     question: str
@@ -95,6 +103,8 @@ class Experiment:
     pairs: Callable[[Sequence[str]], list[Pair]] = beside_first
     asked: Mapping[str, float] = field(default_factory=dict)
     algorithm: str | None = None
+    tells_steps: bool = False
+    phase_tokens: int | None = None
 
     def way(self, name: str) -> EngineWay:
         """Gives a way; with a drafter `2x7x16` is one, a shape of drafts, with TOPK 1 a chain.
@@ -168,6 +178,45 @@ def tiled_beside_others(names: Sequence[str]) -> list[Pair]:
         (mine, other) for mine in names if mine in TILED for other in names if other not in TILED
     ]
 
+
+# ---------------------------------------------------------------- adaptive numbers of drafts
+
+FIXED = {f"fixed {number}": STATIC[f"static {number}"] for number in (1, 3, 7)}
+_EMA = {"speculative_adaptive": True, "speculative_num_steps": 3}
+ADAPTIVE: dict[str, dict[str, Any]] = {
+    **{
+        f"EMA, {preset}": {**_EMA, "speculative_adaptive_config": preset}
+        for preset in ("conservative", "aggressive")
+    },
+    "auto": {"speculative_adaptive": True},
+}
+ADAPTIVE_WAYS = {
+    PLAIN: EngineWay(),
+    **{name: EngineWay(is_drafted=True, flags=flags) for name, flags in (FIXED | ADAPTIVE).items()},
+}
+
+
+def adaptive_beside_others(names: Sequence[str]) -> list[Pair]:
+    """Pairs each adaptive way with each other one."""
+    return [
+        (name, other)
+        for name in names
+        if name in ADAPTIVE
+        for other in names
+        if other not in ADAPTIVE
+    ]
+
+
+def noise(prompt: list[int]) -> list[int]:
+    """Random tokens, as many and the same for the same prompt."""
+    seed, vocab_size = zlib.crc32(repr(prompt).encode()), load_model_config("demo").vocab_size
+    return random_prompts(1, len(prompt), vocab_size, seed)[0]
+
+
+KINDS_OF_TEXT = {
+    "predictable": Text(),
+    "unpredictable": Text(prompt=noise, params={"temperature": HOT, "sampling_seed": 1}),
+}
 
 # ---------------------------------------------------------------- n-grams
 
@@ -288,6 +337,28 @@ EXPERIMENTS = {
         requests=(1, 8, 32, 48, 64, 96, 128),
         pairs=tiled_beside_others,
         algorithm="EAGLE3",
+    ),
+    "adaptive_steps": Experiment(
+        question="Do adaptive steps beat every fixed number of steps on work that changes?",
+        ways=ADAPTIVE_WAYS,
+        requests=(1, 8, 32, 96, 8, 1),
+        texts=KINDS_OF_TEXT,
+        pairs=adaptive_beside_others,
+        asked=dict.fromkeys(ADAPTIVE, ADAPTIVE_OVER_BEST_FIXED),
+        algorithm="EAGLE3",
+        tells_steps=True,
+        phase_tokens=1536,
+    ),
+    "adaptive_stationary": Experiment(
+        question="Are they as fast as the best fixed number on work that stays the same?",
+        ways=ADAPTIVE_WAYS,
+        default=(PLAIN, "fixed 1", "fixed 3", "EMA, conservative", "auto"),
+        requests=(1, 8, 32, 64, 96, 128),
+        texts=KINDS_OF_TEXT,
+        pairs=adaptive_beside_others,
+        asked=dict.fromkeys(ADAPTIVE, STATIONARY_OVER_BEST_FIXED),
+        algorithm="EAGLE3",
+        tells_steps=True,
     ),
     "ngram": Experiment(
         question="How much faster than plain decoding is NGRAM, and is it ever slower?",

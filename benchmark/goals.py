@@ -88,16 +88,3 @@ ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.06, 1.15
 STATIONARY_OVER_BEST_FIXED = 0.99  # speed beside the best fixed number, at least
 SWITCH_US = 100.0  # host time that a switch of tiers adds, less than this
 TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest alone, at most
-
-
-def is_steady(way: dict[str, Any]) -> bool:
-    """Tells whether an adaptive way met its goals on work that stays the same.
-
-    Args:
-        way: of `benchmark.measure.adaptive_stationary`.
-    """
-    return bool(
-        way["over_best_fixed"] >= STATIONARY_OVER_BEST_FIXED
-        and way["over_plain"] >= MIN_PAIRED_MEDIAN
-        and way["lowest_over_plain"] >= MIN_PAIRED_ROUND
-    )

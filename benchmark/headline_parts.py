@@ -39,11 +39,9 @@ from benchmark.paired import (
     measure_rounds,
     print_ratios,
 )
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from benchmark.server_process import running_server
-from benchmark.sse_client import StreamClient
 from benchmark.ways import EngineWay, start_engines
-from sglang.srt.model_config import resolve_model_path
 
 START_LIMIT_S = 240.0
 LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
@@ -119,12 +117,7 @@ def measure_plain(setting: Setting) -> Found:
     seeds, rows = itertools.count(), list[dict[str, Any]]()
     with (
         random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
-        sglang.Engine(
-            model_path=folder,
-            tokenizer_path=str(resolve_model_path("demo")),
-            load_format="dummy",
-            log_level="error",
-        ) as engine,
+        sglang.Engine(**dummy_flags(folder)) as engine,
     ):
         info = engine.get_server_info()
 
@@ -162,7 +155,7 @@ def measure_server(setting: Setting) -> Found:
             Path(path).mkdir()
         for start in ("cold", "warm", "warm"):
             with running_server(command, environ, START_LIMIT_S) as server:
-                asyncio.run(_first_token(server.port))
+                asyncio.run(http_load.answer_once(server.port, 1))
                 starts[start].append(time.perf_counter() - server.start_s)
                 print(f"{start} start: {starts[start][-1]:.1f} s", flush=True)
                 if len(starts["warm"]) == 2:
@@ -181,14 +174,6 @@ def measure_server(setting: Setting) -> Found:
         Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in starts.items()
     ]
     return {"figures": figures, "http": found}
-
-
-async def _first_token(port: int) -> None:
-    """Waits for the first token that a server gives."""
-    client = await StreamClient.connect(port)
-    [body] = http_load.bodies([[3, 4, 5]], 1)
-    await client.generate(body)
-    client.close()
 
 
 def measure_eagle(setting: Setting) -> Found:

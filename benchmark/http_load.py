@@ -55,6 +55,14 @@ def bodies(prompts: Sequence[list[int]], num_new: int) -> list[bytes]:
     ]
 
 
+async def answer_once(port: int, num_new: int) -> None:
+    """Waits for the whole answer to a short prompt."""
+    client = await StreamClient.connect(port)
+    [body] = bodies([[3, 4, 5]], num_new)
+    await client.generate(body)
+    client.close()
+
+
 async def closed_loop(port: int, requests: Sequence[bytes], num_clients: int) -> dict[str, Any]:
     """Figures of a load; times in milliseconds.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import statistics
 import time
@@ -23,8 +24,15 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from benchmark.command import in_turn, store
-from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop, varied_lengths
+from benchmark.command import in_turn, ratios, store
+from benchmark.engine_load import (
+    AsyncEngine,
+    BlockingEngine,
+    Budget,
+    LoadResult,
+    closed_loop,
+    varied_lengths,
+)
 from benchmark.goals import NARROW
 
 LEAST_ROUNDS = 5  # before a ratio counts as certain: few rounds can agree by luck
@@ -105,7 +113,6 @@ class Paired(Generic[Load]):
         pairs: that are to become certain, at all loads or by load.
         ways: all that are measured, in the order of a round; default: those of the pairs.
         least_rounds: before a ratio is certain, and of ways of no pair.
-        choose: tells from the figures of round 0 which ways of a load are measured in the others.
     """
 
     def __init__(
@@ -115,10 +122,8 @@ class Paired(Generic[Load]):
         pairs: Sequence[Pair] | Mapping[Load, Sequence[Pair]],
         ways: Sequence[str] | None = None,
         least_rounds: int = LEAST_ROUNDS,
-        choose: Callable[[Load, Mapping[str, Figures]], Iterable[str]] | None = None,
     ) -> None:
         self._run = run
-        self._choose = choose
         self._least_rounds = least_rounds
         self._pairs = {
             load: tuple(pairs[load] if isinstance(pairs, Mapping) else pairs) for load in loads
@@ -130,7 +135,6 @@ class Paired(Generic[Load]):
     def round(self, number: int) -> float:
         """Runs what is not certain yet once; round 0 warms up and does not count. Seconds."""
         start = time.perf_counter()
-        warm: dict[Load, dict[str, Figures]] = {load: {} for load in self._found}
         runs = [
             (load, way)
             for load, ways in self._found.items()
@@ -141,13 +145,6 @@ class Paired(Generic[Load]):
             figures = self._run(load, way, number)
             if number:
                 self._found[load][way][number] = figures
-            else:
-                warm[load][way] = figures
-        if self._choose is not None and not number:
-            self._found = {
-                load: {way: {} for way in self._choose(load, figures)}
-                for load, figures in warm.items()
-            }
         return time.perf_counter() - start
 
     @property
@@ -262,7 +259,9 @@ def print_ratios(rows: list[dict[str, Any]], asked: Mapping[str, float]) -> None
             least = asked.get(pair.split(" / ")[0])
             if least is not None:
                 text += f" asked {least:g}" + ("" if found["mean"] >= least else ": MISSED")
-            print(f"{row['load']!s:>12} {pair:40} {text}")
+            load = row["load"]
+            shown = load if isinstance(load, int) else ", ".join(map(str, load[:2]))
+            print(f"{shown!s:>12} {pair:40} {text}")
 
 
 @dataclass(frozen=True)
@@ -309,6 +308,52 @@ def closed_loops(
         return figures_of(result)
 
     return run
+
+
+def batches(
+    engines: Mapping[str, BlockingEngine],
+    params: Mapping[str, dict[str, Any]],
+    prompts: list[list[int]],
+    num_tokens: int,
+) -> Run[int]:
+    """Makes the run of `Paired` that has `num_tokens` answered by batches of so many requests, one
+    after the other. A batch ends with its slowest request. Round 0 has one."""
+
+    def run(load: int, way: str, number: int) -> Figures:
+        num_batches = math.ceil(num_tokens / load / params[way]["max_new_tokens"])
+        num_new = max(1, num_tokens // load // num_batches)
+        asked = params[way] | {"max_new_tokens": num_new}
+        infos, turns = [], itertools.cycle(prompts)
+        start = time.perf_counter()
+        for _ in range(num_batches if number else 1):
+            batch = [*itertools.islice(turns, load)]
+            answers = engines[way].generate(input_ids=batch, sampling_params=asked)
+            infos += [answer["meta_info"] for answer in answers]
+        seconds = time.perf_counter() - start
+        steps = sum(info.get("spec_verify_ct", 0) for info in infos)
+        right = sum(info.get("spec_num_correct_drafts", 0) for info in infos)
+        accepted = 1 + right / steps if steps else 1.0
+        tok_s = len(infos) * num_new / seconds
+        return {SPEED: round(tok_s, 1), "accept_length": round(accepted, 3)}
+
+    return run
+
+
+def over_all(rows: Sequence[dict[str, Any]], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Gives the row of all loads as one work, of which each is an equal share of the tokens."""
+    ways = {
+        way: [
+            round(statistics.harmonic_mean(speeds), 1)
+            for speeds in zip(*(row["ways"][way][SPEED] for row in rows), strict=True)
+        ]
+        for way in rows[0]["ways"]
+    }
+    found = {
+        f"{mine} / {other}": Interval.of(ratios(ways[mine], ways[other])).stored()
+        for mine, other in pairs
+    }
+    speeds_of = {way: {SPEED: speeds} for way, speeds in ways.items()}
+    return {"load": ["all"], "ways": speeds_of, "ratios": found}
 
 
 def figures_of(result: LoadResult) -> Figures:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sglang.srt.model_config import resolve_model_path
+
 HF_NAMES = {  # of config.json, where they differ
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -101,6 +103,17 @@ def random_model(geometry_name: str, context_len: int = 8192) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield folder
+
+
+def dummy_flags(folder: str) -> dict[str, Any]:
+    """Returns the flags of an Engine that serves such a folder, and logs errors alone."""
+    tokenizer = str(resolve_model_path("demo"))
+    return {
+        "model_path": folder,
+        "tokenizer_path": tokenizer,
+        "load_format": "dummy",
+        "log_level": "error",
+    }
 
 
 @contextmanager

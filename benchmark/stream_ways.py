@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sglang
-from benchmark.sse_client import StreamClient, StreamError
+from benchmark.sse_client import StreamClient
 
 Answer = dict[str, Any]
 Params = dict[str, Any]
@@ -91,14 +92,9 @@ class HttpStreams:
         return {"output_ids": range(num_tokens), "meta_info": {"finish_reason": reason}}
 
     async def async_abort_request(self, *, abort_all: bool) -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        body = json.dumps({"abort_all": abort_all})
-        head = "POST /abort_request HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        answer = await reader.read()
-        writer.close()
-        if not answer.startswith(b"HTTP/1.1 200"):
-            raise StreamError(answer[:500].decode(errors="replace"))
+        body = json.dumps({"abort_all": abort_all}).encode()
+        url = f"http://127.0.0.1:{self.port}/abort_request"
+        (await asyncio.to_thread(urllib.request.urlopen, url, body)).close()
         return 0
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a GPU host, without network, root or an installation: the GPU tests, the suites that compare tokens
-# once per way to run them, chosen tests and benchmarks, with wheels made by scripts/make_wheelhouse.sh.
+# once per way to run them, and chosen tests, with wheels made by scripts/make_wheelhouse.sh.
 # All of them run even if one fails; a table comes last, and the exit status is 0 only if all went well.
 set -euo pipefail
 
@@ -16,14 +16,8 @@ Usage: bash scripts/run_gpu_suite.sh [options]
                         or "all", those of each attention backend with and without graphs and overlap
   --workers N           processes of one way (default 8)
   --tests "PATHS"       more tests, each path a run of its own, for example "test/e2e/test_mtp.py"
-  --benchmarks "NAMES"  modules of benchmark/measure/, separated by ';', each with its own arguments:
-                        "long_prompts --repeats 1; experiment mtp"; results go to DIR/NAME.json, of an
-                        experiment to one of its name
   --test-limit S        seconds for one run of tests (default 900)
-  --benchmark-limit S   seconds for one benchmark (default 900)
-PYTHON=/path/to/python names the Python that has PyTorch (default python3). In a tree that was copied
-without git, and not made by git archive, SGLANG_BENCHMARK_COMMIT is its commit: the script that copies
-sets it to the output of  git describe --always --abbrev=40 --exclude='*' --dirty
+PYTHON=/path/to/python names the Python that has PyTorch (default python3).
 TEXT
 }
 
@@ -37,41 +31,17 @@ misused() {
 }
 
 PYTHON="${PYTHON:-python3}"
-RESULTS="$ROOT/gpu_results"
-WHEELHOUSE=""
-SITE=""
-GPU_TESTS=test/gpu
-WAYS=""
-WORKERS=8
-TESTS=""
-BENCHMARKS=""
-TEST_LIMIT_S=900
-BENCHMARK_LIMIT_S=900
+declare -A GIVEN=([out]="$ROOT/gpu_results" [wheelhouse]= [site]= [gpu-tests]=test/gpu [ways]= [workers]=8 [tests]= [test-limit]=900)
 while [ $# -gt 0 ]; do
-    case "$1" in
-        -h | --help) usage; exit 0 ;;
-        --out | --wheelhouse | --site | --gpu-tests | --ways | --workers | --tests | --benchmarks | \
-            --test-limit | --benchmark-limit)
-            [ $# -ge 2 ] || misused "$1 needs a value." ;;
-        *) misused "Unknown argument: $1" ;;
-    esac
-    case "$1" in
-        --out) RESULTS="$(realpath -m -- "$2")" ;;
-        --wheelhouse) WHEELHOUSE="$2" ;;
-        --site) SITE="$(realpath -m -- "$2")" ;;
-        --gpu-tests) GPU_TESTS="$2" ;;
-        --ways) WAYS="$2" ;;
-        --workers) WORKERS="$2" ;;
-        --tests) TESTS="$2" ;;
-        --benchmarks) BENCHMARKS="$2" ;;
-        --test-limit) TEST_LIMIT_S="$2" ;;
-        --benchmark-limit) BENCHMARK_LIMIT_S="$2" ;;
-    esac
+    case "$1" in -h | --help) usage; exit 0 ;; esac
+    [[ "$1" = --* && -v "GIVEN[${1#--}]" ]] || misused "Unknown argument: $1"
+    [ $# -ge 2 ] || misused "$1 needs a value."
+    GIVEN["${1#--}"]="$2"
     shift 2
 done
-for limit in "$TEST_LIMIT_S" "$BENCHMARK_LIMIT_S"; do
-    [[ "$limit" =~ ^[1-9][0-9]*$ ]] || misused "A limit is a whole number of seconds, not '$limit'."
-done
+RESULTS="$(realpath -m -- "${GIVEN[out]}")" WHEELHOUSE="${GIVEN[wheelhouse]}" SITE="${GIVEN[site]}"
+GPU_TESTS="${GIVEN[gpu-tests]}" WAYS="${GIVEN[ways]}" WORKERS="${GIVEN[workers]}" TEST_LIMIT_S="${GIVEN[test-limit]}"
+[[ "$TEST_LIMIT_S" =~ ^[1-9][0-9]*$ ]] || misused "--test-limit takes a whole number of seconds, not '$TEST_LIMIT_S'."
 [[ "$WORKERS" =~ ^[1-9][0-9]*$ ]] || misused "--workers takes a number of processes, not '$WORKERS'."
 [ -z "$WHEELHOUSE" ] || [ -d "$WHEELHOUSE" ] ||
     fail "there is no wheelhouse $WHEELHOUSE. Make it where there is network: bash scripts/make_wheelhouse.sh DIR"
@@ -133,66 +103,27 @@ fi
 for way in ${WAY_NAMES[@]+"${WAY_NAMES[@]}"}; do
     target_of "$way" >/dev/null || fail "--ways: there is no '$way'."
 done
-read -r -a TEST_PATHS <<<"${TESTS//$'\n'/ }"
-IFS=';' read -r -d '' -a BENCHMARK_RUNS <<<"$BENCHMARKS" || true
+read -r -a TEST_PATHS <<<"${GIVEN[tests]//$'\n'/ }"
 cd "$ROOT"
 for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
     [ -e "${path%%::*}" ] || fail "--tests: there is no $path."
 done
-for run in ${BENCHMARK_RUNS[@]+"${BENCHMARK_RUNS[@]}"}; do
-    read -r name _ <<<"$run" || true
-    [ -z "$name" ] || [ -f "benchmark/measure/${name%.py}.py" ] ||
-        fail "--benchmarks: there is no benchmark/measure/${name%.py}.py."
-done
 
 check_gpu() {
     "$PYTHON" - <<'PYTHON_TEXT' || exit 1
-import shutil
-import subprocess
 import sys
 
-
-def refuse(what, remedy):
-    sys.exit(f"\nFAILED: {what}\n{remedy}")
-
-
 if sys.version_info < (3, 11):
-    refuse(f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed.",
-           "Name another: PYTHON=/path/to/python bash scripts/run_gpu_suite.sh")
+    sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed: PYTHON=/path/to/python")
 try:
     import torch
 except ImportError as error:
-    refuse(f"{sys.executable} cannot import torch ({error}).",
-           "Name the Python that has it: PYTHON=/path/to/python bash scripts/run_gpu_suite.sh")
+    sys.exit(f"{sys.executable} cannot import torch ({error}). Name the Python that has it: PYTHON=/path/to/python")
 if not torch.cuda.is_available():
-    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is for CPUs only"
-    refuse(f"torch.cuda finds no CUDA GPU (torch {torch.__version__} {built}).",
-           "Run this on a host where nvidia-smi lists a GPU, with a torch built for CUDA. Without a\n"
-           "GPU the CPU suite runs: bash scripts/test.sh")
-
-
-def output(*command):
-    if shutil.which(command[0]) is None:
-        return f"{command[0]} not found"
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip() or f"{command[0]}: {result.stderr.strip()}"
-
-
-try:
-    from triton import __version__ as triton
-except ImportError:
-    triton = "not installed"
-nvcc = output("nvcc", "--version").splitlines()
-rows = {
-    "GPU": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-    "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-    "Python": sys.version.split()[0],
-    "torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
-    "triton": triton,
-    "nvcc": next((line for line in nvcc if "release" in line), nvcc[0]),
-}
-for name, value in rows.items():
-    print(f"  {name:<8}{value}")
+    sys.exit(f"torch.cuda finds no CUDA GPU (torch {torch.__version__}, built for CUDA {torch.version.cuda}).\n"
+             "Run this where nvidia-smi lists one. Without a GPU the CPU suite runs: bash scripts/test.sh")
+names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+print(f"  {names}; Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}")
 PYTHON_TEXT
 }
 
@@ -256,13 +187,13 @@ import psutil, pytest, pytest_timeout, hypothesis, httpx, transformers' 2>"$TMP/
 ROWS=()
 FAILED=0
 
-run_step() { # <name> <limit in seconds> <command...>
-    local name="$1" limit="$2" log status=0 verdict=ok start=$SECONDS last
-    shift 2
+run_step() { # <name> <command...>
+    local name="$1" log status=0 verdict=ok start=$SECONDS last
+    shift
     log="$RESULTS/$name.log"
-    printf '\n=== %s (at most %s s)\n' "$name" "$limit"
+    printf '\n=== %s (at most %s s)\n' "$name" "$TEST_LIMIT_S"
     printf '$ %s\n' "$*" >"$log"
-    run_shown "$name" "$log" timeout --kill-after=30 "$limit" "$@" || status=$?
+    run_shown "$name" "$log" timeout --kill-after=30 "$TEST_LIMIT_S" "$@" || status=$?
     case "$status" in
         0) ;;
         124 | 137) verdict="TIME LIMIT" ;;
@@ -281,7 +212,7 @@ run_tests() { # <path>
     local name="${1#test/}"
     name="${name//[^A-Za-z0-9_.-]/-}"
     name="${name##-}"
-    run_step "${name%.py}" "$TEST_LIMIT_S" "$PYTHON" -m pytest -q -p no:cacheprovider --durations=10 "$1"
+    run_step "${name%.py}" "$PYTHON" -m pytest -q -p no:cacheprovider --durations=10 "$1"
 }
 
 run_way() { # <way>
@@ -291,17 +222,8 @@ run_way() { # <way>
         return
     fi
     mapfile -t suites < <(suites_of "$1")
-    run_step "$(tr -s ', ' '-' <<<"$1")" "$TEST_LIMIT_S" env SGLANG_TEST_TARGET="$(target_of "$1")" \
+    run_step "$(tr -s ', ' '-' <<<"$1")" env SGLANG_TEST_TARGET="$(target_of "$1")" \
         "$PYTHON" -m pytest -q -p no:cacheprovider -n "$WORKERS" --dist loadfile "${suites[@]}"
-}
-
-run_benchmark() { # <name> <arguments...>
-    local name="${1%.py}" label result=()
-    shift
-    label="$name"
-    [ "$name" != experiment ] || label="${1:-$name}"
-    case " $* " in *" --out "* | *" --out="*) ;; *) result=(--out "$RESULTS/$label.json") ;; esac
-    run_step "$label" "$BENCHMARK_LIMIT_S" "$PYTHON" -m "benchmark.measure.$name" "$@" ${result[@]+"${result[@]}"}
 }
 
 printf '[1/3] Host\n'
@@ -311,7 +233,7 @@ printf '%s\n' "$HOST"
 
 TMP="$(mktemp -d)"
 trap 'stop_child || true; rm -rf "$TMP"' EXIT
-SITE="${SITE:-$TMP/site}"
+SITE="$(realpath -m -- "${SITE:-$TMP/site}")"
 # A folder of results that is made here stays out of git, so that results do not say "dirty".
 [ -d "$RESULTS" ] || { mkdir -p "$RESULTS" && printf '*\n' >"$RESULTS/.gitignore"; }
 
@@ -321,7 +243,7 @@ export PYTHONPATH="$ROOT/python:$ROOT/sgl-kernel/python:$SITE${PYTHONPATH:+:$PYT
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 check_imports
 
-printf '[3/3] Tests and benchmarks, logs in %s\n' "$RESULTS"
+printf '[3/3] Tests, logs in %s\n' "$RESULTS"
 [ ! -e "$GPU_TESTS" ] || run_tests "$GPU_TESTS"
 if [ "$GPU_TESTS" = test/gpu ]; then
     run_tests sgl-kernel/tests/test_kernels_gpu.py
@@ -332,10 +254,6 @@ for way in ${WAY_NAMES[@]+"${WAY_NAMES[@]}"}; do
 done
 for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
     run_tests "$path"
-done
-for run in ${BENCHMARK_RUNS[@]+"${BENCHMARK_RUNS[@]}"}; do
-    read -r -a words <<<"${run//$'\n'/ }"
-    [ "${#words[@]}" -eq 0 ] || run_benchmark "${words[@]}"
 done
 
 {

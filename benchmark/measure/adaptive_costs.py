@@ -21,32 +21,30 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, store
+from benchmark.command import in_turn, make_parser, print_rows, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import SWITCH_US, TIERS_MEMORY_RATIO
 from benchmark.random_model import GEOMETRIES, random_head, random_model
-from benchmark.scheduled_tiers import TIERS, ScheduledRounds, ScheduledTier, TimedWorker
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.environ import Environ
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
-from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.contract import Budget, StepPlan
 from sglang.srt.lookahead.ema import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
@@ -61,11 +59,14 @@ from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter_configs import EagleConfig
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.step_ops import StepCounts
-from sglang.srt.step.worker import Worker
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 
+TIERS = (0, 1, 3, 7)
 PAIRS = ((0, 1), (1, 3), (3, 7), (0, 7))  # between which steps switch
 ALL_SIZES = "all sizes"  # a configuration in which batches of every size may have all TIERS
 INPUT_LEN = 128
@@ -73,6 +74,75 @@ WARM_STEPS = 10  # after a change of what is measured
 POLICY_ROUNDS = 2000
 POLICY_KV = 512  # tokens of each request that a policy is told of
 MIB = 1 << 20
+
+
+class ScheduledTier:
+    """A tier policy for measuring: some tiers in turn, whatever is confirmed.
+
+    Attributes:
+        turns: the tiers of the steps to come, again and again; set from outside.
+    """
+
+    needs_prices = reads_matches = may_rest = False
+    turns: ClassVar[Sequence[int]] = (TIERS[-1],)
+
+    @staticmethod
+    def tiers(options: RoundOptions) -> tuple[int, ...]:
+        return TIERS
+
+    def __init__(self, parts: PolicyParts) -> None:
+        self.settled = TIERS[-1]
+        self._number = 0
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        self._number += 1
+        self.settled = self.turns[self._number % len(self.turns)]
+        return Budget(1 + self.settled, settled=self.settled)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learns nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRounds(RoundOptions):
+    """With `ScheduledTier`, whatever `tier_policy` names."""
+
+    @property
+    def policy(self) -> type[LengthPolicy]:
+        return ScheduledTier
+
+    @classmethod
+    def of(cls, config: EagleConfig) -> EagleConfig:
+        """The drafter's configuration with these."""
+        known = {entry.name: getattr(config.rounds, entry.name) for entry in fields(config.rounds)}
+        return replace(config, rounds=cls(**known))
+
+
+@dataclass
+class TimedWorker:
+    """Another worker, whose launches are timed. Each waits first until the device is idle: else a
+    launch may wait for room in the device's queue.
+
+    Attributes:
+        launch_ns: of each step.
+    """
+
+    worker: Worker
+    launch_ns: list[int] = field(default_factory=list)
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        return self.worker.step_width(params)
+
+    def observe(self, result: HostResult) -> None:
+        self.worker.observe(result)
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        result = self.worker.forward_batch_generation(batch)
+        self.launch_ns.append(time.perf_counter_ns() - start)
+        return result
 
 
 @dataclass
@@ -302,27 +372,6 @@ def measure(arguments: argparse.Namespace, folder: str, head: str, slots: str) -
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """Prints what was asked and what was found."""
-    is_told = result["launches_alone"]
-    what = "" if is_told else " (on this device computing is part of a launch)"
-    for row in result["rows"]:
-        verdict = ("ok" if row["most_us"] < SWITCH_US else "MISS") if is_told else ""
-        parts = itertools.chain(row["switch_us"].items(), row["policy_us"].items())
-        shown = ", ".join(f"{name} {us:.1f}" for name, us in parts)
-        print(
-            f"{verdict:4} batch {row['batch']:3d}: a switch {row['most_us']:.1f} us at most, policy"
-            f" included, asked < {SWITCH_US:g}{what}: {shown}"
-        )
-    for row in result["memory"]:
-        verdict = "ok" if row["ratio"] <= TIERS_MEMORY_RATIO else "MISS"
-        print(
-            f"{verdict:4} {row['config']}: graphs {row['all_mib']} MiB, those of {row['deepest']}"
-            f" alone {row['deepest_mib']} MiB, {row['ratio']:.2f} of them"
-            f" (asked <= {TIERS_MEMORY_RATIO:g})"
-        )
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, "adaptive_costs")
     add = parser.add_argument
@@ -351,7 +400,8 @@ def main() -> None:
         slots = Path(temporary) / "slots.json"
         slots.write_text(json.dumps({"1": {"candidate_steps": TIERS}}), encoding="utf-8")
         result = measure(arguments, folder, head, str(slots))
-    print_result(result)
+    print_rows(result["rows"] + result["memory"])
+    print(f"asked: most_us below {SWITCH_US:g} on a GPU, ratio up to {TIERS_MEMORY_RATIO:g}")
     store(arguments.out, result)
 
 

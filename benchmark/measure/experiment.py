@@ -2,6 +2,7 @@
 
     python -m benchmark.measure.experiment mtp --model-dir FOLDER          on a GPU
     python -m benchmark.measure.experiment speculation --ways plain drafted 1x7x8 2x7x16
+    python -m benchmark.measure.experiment adaptive_steps --ways 'fixed 3' auto --prompt-tokens 64
     python -m benchmark.measure.experiment ngram --model-path demo --device cpu --concurrency 1 4
 
 The result is stored after each round; rounds end before --budget-s does.
@@ -10,12 +11,14 @@ The result is stored after each round; rounds end before --budget-s does.
 from __future__ import annotations
 
 import argparse
-import itertools
+import operator
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import sglang
 from benchmark.command import RESULTS
 from benchmark.drafters import DEFAULT_DRAFT_GEOMETRY, HEADS, drafter_flags
 from benchmark.engine_load import AsyncEngine, Budget
@@ -28,7 +31,17 @@ from benchmark.mtp_model import (
     model_path_of,
     settings,
 )
-from benchmark.paired import Figures, Paired, Run, Way, closed_loops, print_ratios, store_rounds
+from benchmark.paired import (
+    Figures,
+    Paired,
+    Run,
+    Way,
+    batches,
+    closed_loops,
+    over_all,
+    print_ratios,
+    store_rounds,
+)
 from benchmark.random_model import DRAFT_GEOMETRIES
 from benchmark.server_process import running_server
 from benchmark.stream_ways import EngineStreams, HttpStreams, server_command
@@ -39,13 +52,15 @@ START_LIMIT_S = 240.0
 
 
 class Load(NamedTuple):
-    """A number of requests at once, of one text."""
+    """A number of requests at once, of one text.
+
+    Attributes:
+        visit: counts from 1 where a work has the same load several times.
+    """
 
     requests: int
     text: str
-
-    def __str__(self) -> str:
-        return f"{self.requests}, {self.text}"
+    visit: int = 1
 
 
 class Servings:
@@ -100,13 +115,47 @@ def run_of(
         for name, engine in servings.engines.items():
             if text.is_known or ways[name].replay_errors is not None:
                 engine.generate(input_ids=lap, sampling_params=served[name].params | longest)
-        is_equal = arguments.equal_lengths
-        loops[text_name] = closed_loops(served, lap, has_equal_lengths=is_equal)
+        if experiment.phase_tokens is not None:
+            params = {name: way.params for name, way in served.items()}
+            loops[text_name] = batches(servings.engines, params, lap, arguments.phase_tokens)
+        else:
+            is_equal = arguments.equal_lengths
+            loops[text_name] = closed_loops(served, lap, has_equal_lengths=is_equal)
 
     def run(load: Load, way: str, number: int) -> Figures:
         return loops[load.text](load.requests, way, number)
 
-    return run
+    return telling_steps(run, servings.engines) if experiment.tells_steps else run
+
+
+def telling_steps(run: Run[Load], engines: Mapping[str, sglang.Engine]) -> Run[Load]:
+    """Adds to figures how often the settled number of drafts changed, in laps that do not count
+    too, and the number at the end."""
+
+    def state_of(way: str) -> dict[str, Any]:
+        state: dict[str, Any] = engines[way].get_server_info()["internal_states"][0]
+        return state
+
+    def told(load: Load, way: str, number: int) -> Figures:
+        before, start = state_of(way), time.perf_counter()
+        figures = run(load, way, number)
+        seconds, after = time.perf_counter() - start, state_of(way)
+        ends = (sum(state["speculative_tier_switches"].values()) for state in (after, before))
+        switches = operator.sub(*ends) / seconds
+        steps = after["speculative_num_steps"]
+        return {**figures, "switches_per_s": round(switches, 3), "steps_at_end": steps}
+
+    return told
+
+
+def loads_of(experiment: Experiment, requests: Sequence[int]) -> list[Load]:
+    """Lists each number of requests with each text."""
+    seen: Counter[int] = Counter()
+    loads = []
+    for count in requests:
+        seen[count] += 1
+        loads += [Load(count, text, seen[count]) for text in experiment.texts]
+    return loads
 
 
 def measure(
@@ -124,9 +173,19 @@ def measure(
         servings = Servings(stack, ways, engine_flags(arguments, model_path), drafter)
         result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
         run = run_of(experiment, ways, servings, prompts, arguments)
-        loads = itertools.starmap(Load, itertools.product(arguments.concurrency, experiment.texts))
-        paired = Paired(run, list(loads), experiment.pairs(arguments.ways), arguments.ways)
-        store_rounds(paired, budget, arguments, result)
+        loads, pairs = loads_of(experiment, arguments.concurrency), experiment.pairs(arguments.ways)
+        if experiment.phase_tokens is None:
+            paired = Paired(run, loads, pairs, arguments.ways)
+            store_rounds(paired, budget, arguments, result)
+        else:
+            paired = Paired(run, loads, [], arguments.ways, arguments.rounds)
+            store_rounds(
+                paired,
+                budget,
+                arguments,
+                result,
+                lambda: {"rows": [*(rows := paired.rows()), over_all(rows, pairs)]},
+            )
     return result
 
 
@@ -149,6 +208,7 @@ def parse(
     add("name", choices=EXPERIMENTS, help=questions, metavar="NAME")
     add("--concurrency", type=int, nargs="+", help="requests at once")
     add("--ways", nargs="+", metavar="WAY", help="with a drafter also shapes, such as 2x7x16")
+    add("--phase-tokens", type=int, help="new tokens of each load of a work of several")
     add("--equal-lengths", action="store_true", help="of outputs; else those of a lap differ")
     add("--algorithm", choices=HEADS, help="of the drafter, where ways have one")
     add("--draft-model", help="folder of a head or draft model; default: the bundled one")
@@ -159,6 +219,7 @@ def parse(
     arguments.out = arguments.out or RESULTS / f"{result_name.format(name=arguments.name)}.json"
     arguments.concurrency = arguments.concurrency or [*experiment.requests]
     arguments.ways = arguments.ways or [*(experiment.default or experiment.ways)]
+    arguments.phase_tokens = arguments.phase_tokens or experiment.phase_tokens
     if experiment.algorithm is None:
         arguments.algorithm = None
     arguments.algorithm = arguments.algorithm or experiment.algorithm

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.command import make_parser, store
+from benchmark.command import make_parser, print_rows, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
-from benchmark.measure.expert_times import COPY_BYTES_PER_S
 from benchmark.measure.kernel_times import flop
 from benchmark.measure.long_prompts import CONTEXT_LEN, DECODE_INPUT_LEN
 from benchmark.random_model import GEOMETRIES, ExpertGeometry, random_model
@@ -38,6 +37,7 @@ from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
+COPY_BYTES_PER_S = 2.96e12  # of a copy on an H100
 MOST_OVER_READING = {1: 1.7, 32: 1.3, 128: 1.3}  # by requests of a batch
 LEAST_OF_DENSE = 0.6  # of its operations per second in prompts
 PROMPT_TOKENS, PROMPT_REPEATS = 4096, 5
@@ -316,8 +316,7 @@ def main() -> None:
         "of_dense": prompt["tflop_s"] / dense_prompt["tflop_s"],
         "at_least": LEAST_OF_DENSE,
     }
-    for row in decodes:
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print_rows(decodes)
     print(f"prompts: {prompt}, {dense_prompt}: {result['of_dense']:.2f} of the dense model's")
     store(arguments.out, {**describe_environment(), **result})
 

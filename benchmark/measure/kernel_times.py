@@ -2,12 +2,10 @@
 
 Under torch's profiler (CUPTI), each step launched while the one before it runs, as in the server:
 random weights in a large geometry. Steps are those of one static batch, 128 tokens in, with the
-time that the host takes to launch one. --mixed adds steps of a full load: 128 requests at once,
-prompts of 512 tokens and 128 new ones each, so that prompts and decodes share every step. --mtp
-adds steps in which requests feed what they predicted and masks (k=8: fifteen rows each). --eagle
-profiles rounds of an EAGLE head instead, 3 drafts of each request, of which hardly any is right.
---prompts profiles prompts of so many tokens instead, each alone until its first new token, with
-the server's default flags; the wall time is measured without the profiler.
+time that the host takes to launch one. --eagle profiles rounds of an EAGLE head instead, 3 drafts
+of each request, of which hardly any is right. --prompts profiles prompts of so many tokens instead,
+each alone until its first new token, with the server's default flags; the wall time is measured
+without the profiler.
 """
 
 from __future__ import annotations
@@ -56,8 +54,6 @@ KINDS = (  # the first whose words appear in a kernel's name
 MAX_KERNELS, MAX_GAPS = 24, 8  # that are named in a result
 NUM_STEPS, WARM_STEPS = 20, 12
 CHUNK = 512  # prompt tokens of a step
-MASK_TOKEN, MTP_K = 2, 8
-MTP_BATCH_SIZES = (1, 4)
 EAGLE: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 3,
@@ -171,52 +167,21 @@ def print_times(row: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- steps of a batch
 
 
-@dataclass(frozen=True)
-class Load:
-    """Requests of a profile, all at once.
-
-    Attributes:
-        warm_steps: before the measured ones.
-    """
-
-    name: str
-    num_requests: int
-    input_len: int
-    output_len: int
-    warm_steps: int
-    mtp_k: int = 1
-
-    @classmethod
-    def decode(cls, size: int, mtp_k: int = 1) -> Load:
-        warm_steps = WARM_STEPS + size * INPUT_LEN // CHUNK
-        name = f"batch {size}" + (f", k={mtp_k}" if mtp_k > 1 else "")
-        output_len = mtp_k * (4 * NUM_STEPS + warm_steps)
-        return cls(name, size, INPUT_LEN, output_len, warm_steps, mtp_k)
-
-    @property
-    def params(self) -> SamplingParams:
-        mtp: dict[str, Any] = {"mtp_enabled": True, "mtp_k": self.mtp_k} if self.mtp_k > 1 else {}
-        return SamplingParams(
-            temperature=0.0, max_new_tokens=self.output_len, ignore_eos=True, **mtp
-        )
-
-
-MIXED = Load("mixed, 128 running", 400, 512, 128, 200)  # by then as many begin as end
-
-
-def profile_steps(batch: OneBatch, load: Load, device: Device) -> dict[str, Any]:
-    """Kernel times of a step, in microseconds."""
-    count = load.num_requests
-    prompts = random_prompts(count, load.input_len, batch.vocab_size, count)
+def profile_steps(batch: OneBatch, size: int, device: Device) -> dict[str, Any]:
+    """Kernel times of a step of `size` requests, in microseconds."""
+    prompts = random_prompts(size, INPUT_LEN, batch.vocab_size, size)
+    warm_steps = WARM_STEPS + size * INPUT_LEN // CHUNK
+    num_new = 4 * NUM_STEPS + warm_steps
+    params = SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
     host_us: list[float] = []
-    with batch.overlapping_steps(prompts, load.params) as step:
+    with batch.overlapping_steps(prompts, params) as step:
 
         def steps(number: int = NUM_STEPS) -> None:
             for _ in range(number):
                 step()
             device.synchronize()
 
-        steps(load.warm_steps)
+        steps(warm_steps)
         start = time.perf_counter()
         steps()
         wall_us = (time.perf_counter() - start) / NUM_STEPS * 1e6
@@ -227,8 +192,8 @@ def profile_steps(batch: OneBatch, load: Load, device: Device) -> dict[str, Any]
             device.synchronize()
         events = device.events(steps)
     return {
-        "load": load.name,
-        "batch": count,
+        "load": f"batch {size}",
+        "batch": size,
         "wall_us": wall_us,
         "host_us": statistics.median(host_us),
         **sums(events, NUM_STEPS),
@@ -287,8 +252,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     add("--prompts", type=int, nargs="*", default=[], metavar="TOKENS", help="instead of steps")
-    add("--mixed", action="store_true", help="also steps of prompts and decodes")
-    add("--mtp", action="store_true", help="also steps of several rows per request")
     add("--eagle", action="store_true", help="rounds of an EAGLE head")
     add("--device", default="auto")
     add("--attention-backend")
@@ -307,8 +270,7 @@ def flags_of(arguments: argparse.Namespace, head: str) -> dict[str, Any]:
     return {
         "max_running_requests": max(ServerArgs.max_running_requests, *arguments.batch_sizes),
         "chunked_prefill_size": CHUNK,
-        "context_length": 2048 if arguments.mtp else 1024,
-        "mtp_mask_token_id": MASK_TOKEN if arguments.mtp else None,
+        "context_length": 1024,
         **drafter,
     }
 
@@ -331,11 +293,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.prompts:
             bar = tqdm(arguments.prompts, desc="profiling", unit="prompt")
             return [profile_prompt(batch, length, geometry, seeds, device) for length in bar]
-        loads = [Load.decode(size) for size in arguments.batch_sizes]
-        loads += [Load.decode(size, MTP_K) for size in MTP_BATCH_SIZES if arguments.mtp]
-        loads += [MIXED] if arguments.mixed else []
-        bar = tqdm(loads, desc="profiling", unit="batch")
-        return [profile_steps(batch, load, device) for load in bar]
+        bar = tqdm(arguments.batch_sizes, desc="profiling", unit="batch")
+        return [profile_steps(batch, size, device) for size in bar]
 
 
 def main() -> None:

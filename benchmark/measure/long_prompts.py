@@ -21,20 +21,19 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import add_schedule_options, make_parser, schedule_flags, store, write
+from benchmark.command import make_parser, store, write
 from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import GEOMETRY, GPU_OF_GOALS, HEADLINE
 from benchmark.gpu_load import sample_gpu
-from benchmark.random_model import GEOMETRIES, random_model
-from sglang.srt.model_config import resolve_model_path
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.srt.server_args import ServerArgs
 
 CONTEXT_LEN = 32768
 DECODE_INPUT_LEN, DECODE_OUTPUT_LEN = 128, 256
 WARM_PROMPT_TOKENS, WARM_OUTPUT_LEN = 1 << 16, 8
 APART = 0.01
-WITH_HELP = "more fields of ServerArgs, as quantization=fp8 model_impl=transformers"
+WITH_HELP = "more fields of ServerArgs, as quantization=fp8 max_step_ms=20"
 SECONDS, ALL_TOK_S, OUTPUT_TOK_S, STEP_MS = "s", "all tokens/s", "output tokens/s", "ms/step"
 
 WallTime = Callable[[list[list[int]], int], float]  # seconds for prompts with so many new tokens
@@ -179,7 +178,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tp-size", type=int, default=1, help="the server's flag")
     add("--with", nargs="*", default=[], dest="more", metavar="NAME=VALUE", help=WITH_HELP)
     add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
-    add_schedule_options(parser)
     return parser.parse_args(argv)
 
 
@@ -200,16 +198,13 @@ def main() -> None:
     arguments = parse()
     cases = [case.divided(arguments.divide) for case in CASES if case.name in arguments.only]
     vocab_size, seeds = GEOMETRIES[arguments.geometry].vocab_size, itertools.count()
-    flags = schedule_flags(arguments) | server_arguments(arguments.more)
+    flags = server_arguments(arguments.more)
     with random_model(arguments.geometry, CONTEXT_LEN) as folder:
         values: dict[str, Any] = {
-            "model_path": folder,
-            "tokenizer_path": str(resolve_model_path("demo")),
-            "load_format": "dummy",
+            **dummy_flags(folder),
             "device": arguments.device,
             "tp_size": arguments.tp_size,
             "max_running_requests": arguments.max_running_requests,
-            "log_level": "error",
         }
         args = ServerArgs(**values | flags)
         rows: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, store
+from benchmark.command import in_turn, make_parser, print_rows, store
 from benchmark.environment import describe_environment
 from sglang.srt.distributed.group import RankGroup
 from sglang.srt.entrypoints.children import child_environ
@@ -126,8 +126,7 @@ def main() -> None:
         (arguments.folder / f"{arguments.rank}.json").write_text(json.dumps(rows))
         os._exit(0)  # groups of NCCL, where they are released, would wait for each other
     rows = run_ranks(arguments.device, arguments.sums)
-    for row in rows:
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print_rows(rows)
     store(arguments.out, {**describe_environment(), "sums": arguments.sums, "rows": rows})
 
 

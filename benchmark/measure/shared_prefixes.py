@@ -8,7 +8,6 @@ each request, "shared" reads that of prefixes for tiles of requests. Both take t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, store
+from benchmark.command import in_turn, make_parser, print_rows, store
 from benchmark.environment import describe_environment
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
@@ -162,24 +161,14 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     }
 
 
-def table_line(row: dict[str, Any]) -> str:
-    """A row for the terminal."""
-    own, shared = row["own_ms"], row["shared_ms"]
-    return f"{row['name']:44} {own:8.3f} {shared:8.3f} ms  {own / shared:6.2f} x"
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "shared_prefixes")
-    parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args(argv)
-
-
 def main() -> None:
     """Measures all cases, prints a table."""
-    arguments = parse()
+    parser = make_parser(__doc__, "shared_prefixes")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
     rows = [measure(case, arguments.rounds) for case in tqdm(CASES, unit="case")]
     store(arguments.out, {**describe_environment(), "layers": ALL_LAYERS, "rows": rows})
-    print("\n".join(table_line(row) for row in rows))
+    print_rows(rows)
 
 
 if __name__ == "__main__":

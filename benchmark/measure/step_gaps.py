@@ -21,15 +21,14 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import make_parser, store, write
+from benchmark.command import make_parser, print_rows, store, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import MAX_GAP_RATIO
 from benchmark.measure.long_prompts import CONTEXT_LEN
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.model_config import resolve_model_path
 from sglang.srt.server_args import ServerArgs
 
 DEFAULT = "default"
@@ -170,12 +169,9 @@ def measure_value(
     """One Engine with a value of --max-step-ms, or with the server's own."""
     flags: dict[str, Any] = {} if value == DEFAULT else {"max_step_ms": float(value)}
     args = ServerArgs(
-        model_path=folder,
-        tokenizer_path=str(resolve_model_path("demo")),
-        load_format="dummy",
+        **dummy_flags(folder),
         device=arguments.device,
         attention_backend=arguments.attention_backend,
-        log_level="error",
         **flags,
     )
     vocab_size = GEOMETRIES[arguments.geometry].vocab_size
@@ -227,14 +223,7 @@ def main() -> None:
         for value in tqdm(arguments.max_step_ms, unit="engine"):
             rows.append(measure_value(arguments, folder, value, seeds))
             write(arguments.out, result)
-    for row in rows:
-        alone, beside = row["alone"], row["beside"]
-        print(f"--max-step-ms {row['max_step_ms']:8} ({row['bound_ms']}):", end=" ")
-        print(f"gaps alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms;", end=" ")
-        print(f"beside p50 {beside['p50_ms']:.1f} p99 {beside['p99_ms']:.1f}", end=" ")
-        print(f"max {beside['max_ms']:.1f} ms, within: {row['is_within']};", end=" ")
-        print(f"first token {row['first_token_s']:.3f} s", end=" ")
-        print(f"(on an idle server {row['first_token_s_on_idle']:.3f})")
+    print_rows(rows)
     store(arguments.out, result)
 
 

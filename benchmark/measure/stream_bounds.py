@@ -19,12 +19,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, ratios, store, write
+from benchmark.command import in_turn, make_parser, print_rows, ratios, store, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.measure.long_prompts import CONTEXT_LEN
 from benchmark.measure.step_gaps import gaps_ms
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
@@ -33,7 +33,6 @@ from sglang.srt.lookahead.prompt_budget import (
     PromptAllowance,
     PromptBudget,
 )
-from sglang.srt.model_config import resolve_model_path
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import make_prompt_budget
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -148,11 +147,6 @@ class ClosedLoop:
         }
 
 
-def list_s(batch: OneBatch, prompts: list[list[int]], num_new: int) -> float:
-    """Seconds of a list alone."""
-    return batch.wall_s(prompts, num_new)
-
-
 def list_beside_s(batch: OneBatch, prompts: list[list[int]], num_new: int) -> float:
     """Seconds of a list beside one stream."""
     stream, listed = prompts[0][:128], _greedy(num_new)
@@ -211,8 +205,8 @@ def measure_lists(
     by the default."""
     ways: dict[str, tuple[str, Callable[[OneBatch, list[list[int]], int], float]]]
     ways = {
-        "alone_s": (DEFAULT, list_s),
-        "unbounded_s": (UNBOUNDED, list_s),
+        "alone_s": (DEFAULT, OneBatch.wall_s),
+        "unbounded_s": (UNBOUNDED, OneBatch.wall_s),
         "beside_s": (DEFAULT, list_beside_s),
     }
     found: dict[str, dict[str, list[float]]] = {name: {way: [] for way in ways} for name in LISTS}
@@ -270,14 +264,11 @@ def main() -> None:
     with random_model(arguments.geometry, CONTEXT_LEN) as folder:
         batch = OneBatch(
             ServerArgs(
-                model_path=folder,
-                tokenizer_path=str(resolve_model_path("demo")),
-                load_format="dummy",
+                **dummy_flags(folder),
                 device=arguments.device,
                 max_step_ms=arguments.max_step_ms,
                 max_running_requests=arguments.clients + 1,  # a list, and a stream beside it
                 disable_radix_cache=True,
-                log_level="error",
             ),
             make_budget=make,
         )
@@ -286,11 +277,7 @@ def main() -> None:
             write(arguments.out, result := {**result, "streams": rows})
         for rows in measure_lists(batch, made[0], arguments, seeds):
             write(arguments.out, result := {**result, "lists": rows})
-    for row in result.get("streams", []):
-        figures = (f"{key} {row[key]:,.1f}" for key in row if key not in ("way", "runs"))
-        print(f"{row['way']:12}", *figures)
-    for row in result.get("lists", []):
-        print(row["name"], *(f"{key} {row[key]}" for key in row if key != "name"))
+    print_rows(result.get("streams", []) + result.get("lists", []))
     store(arguments.out, result)
 
 

@@ -149,6 +149,8 @@ TABLES = {
     },
 }
 PLOTS = {
-    "adaptive_steps.svg": Plot("adaptive_steps", "adaptive_steps.json", plots.draw_adaptive_steps),
+    "adaptive_steps.svg": Plot(
+        "experiment adaptive_steps", "adaptive_steps.json", plots.draw_adaptive_steps
+    ),
     "replay_shares.svg": Plot("experiment replay", "replay_*.json", plots.draw_replay_shares),
 }

@@ -3,10 +3,12 @@ to write the same file for the same figures."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmark.experiments import ADAPTIVE
 from benchmark.report.speculation_tables import shares_of_replay
 
 MISSING = "Plots need matplotlib, which is not installed here: pip install matplotlib"
@@ -50,17 +52,23 @@ def draw_adaptive_steps(results: list[dict[str, Any]], path: Path) -> None:
     (result,) = results
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(3, 1, figsize=(9, 8), sharex=True)
-    names = [phase["phase"].split(": ")[1] for phase in result["rows"][0]["phases"]]
+    phases = [row for row in result["rows"] if row["load"] != ["all"]]
+    names = [f"{row['load'][0]} {row['load'][1]}" for row in phases]
     places = range(len(names))
-    slowest = [min(way["phases"][place]["tok_s"] for way in result["rows"]) for place in places]
-    for way in result["rows"]:
-        phases = way["phases"]
-        speeds = [phase["tok_s"] / least for phase, least in zip(phases, slowest, strict=True)]
-        is_fixed = way["way"].startswith(("fixed", "no "))
+
+    def medians(way: str, figure: str = "tok_s") -> list[float]:
+        return [statistics.median(row["ways"][way][figure]) for row in phases]
+
+    ways = [*phases[0]["ways"]]
+    slowest = [*map(min, zip(*map(medians, ways), strict=True))]
+    for way in ways:
+        speeds = [speed / least for speed, least in zip(medians(way), slowest, strict=True)]
+        ends = [row["ways"][way]["steps_at_end"][-1] for row in phases]
+        is_fixed = way not in ADAPTIVE
         style = {"linestyle": "--" if is_fixed else "-", "linewidth": 1.2 if is_fixed else 2.2}
-        axes[0].plot(places, speeds, marker="o", label=way["way"], **style)
-        axes[1].plot(places, [phase["accept_length"] for phase in phases], marker="o", **style)
-        axes[2].plot(places, [phase["steps_at_end"][-1] for phase in phases], marker="o", **style)
+        axes[0].plot(places, speeds, marker="o", label=way, **style)
+        axes[1].plot(places, medians(way, "accept_length"), marker="o", **style)
+        axes[2].plot(places, ends, marker="o", **style)
     axes[0].set_ylabel("tokens/s beside the slowest")
     axes[0].legend(fontsize="small")
     axes[1].set_ylabel("tokens per step with drafts")

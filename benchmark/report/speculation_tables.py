@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 
-from benchmark.experiments import DRAFTED, PLAIN
+from benchmark.experiments import ADAPTIVE, DRAFTED, FIXED, PLAIN
 from benchmark.goals import (
     ADAPTIVE_OVER_BEST_FIXED,
     ADAPTIVE_OVER_FIXED_3,
@@ -13,74 +14,73 @@ from benchmark.goals import (
     STATIONARY_OVER_BEST_FIXED,
     SWITCH_US,
     TIERS_MEMORY_RATIO,
-    is_steady,
 )
 from benchmark.report.markdown import Result, table, verdict
 
 
+def _median(row: Result, way: str, name: str = "tok_s") -> float:
+    return float(statistics.median(row["ways"][way][name]))
+
+
 def adaptive_steps(results: list[Result]) -> str:
     """Phases down, ways across: tokens per second, and tokens per step with drafts."""
-    (result,) = results
-    ways, summary = result["rows"], result["summary"]
+    *phases, whole = results[0]["rows"]
+    ways = [*whole["ways"]]
     rows = []
-    for number, phase in enumerate(ways[0]["phases"]):
-        cells = [way["phases"][number] for way in ways]
-        shown = [f"{cell['tok_s']:,.0f} ({cell['accept_length']:.2f})" for cell in cells]
-        rows.append([phase["phase"], *shown])
-    speeds = [f"**{statistics.median(way['tok_s']):,.0f}**" for way in ways]
-    rows.append(["all phases", *speeds])
-    rows.append(["switches per second", *(f"{way['switches_per_s']:.2f}" for way in ways)])
-    lines = [table(["tokens/s", *(way["way"] for way in ways)], rows)]
-    best, asked_of = summary["best_fixed"], {"over_fixed_3": ("fixed 3", ADAPTIVE_OVER_FIXED_3)}
+    for number, row in enumerate(phases, 1):
+        cells = [
+            f"{_median(row, way):,.0f} ({_median(row, way, 'accept_length'):.2f})" for way in ways
+        ]
+        rows.append([f"{number}: {row['load'][0]} {row['load'][1]}", *cells])
+    rows.append(["all phases", *(f"**{_median(whole, way):,.0f}**" for way in ways)])
+    rows.append(["switches per second", *(f"{_switches(phases, way):.2f}" for way in ways)])
+    best = max((way for way in ways if way not in ADAPTIVE), key=lambda way: _median(whole, way))
+    asked_of = {"fixed 3": ADAPTIVE_OVER_FIXED_3}
     if best != "fixed 3":
-        what = f"the best fixed number, {best}"
-        asked_of = {"over_best_fixed": (what, ADAPTIVE_OVER_BEST_FIXED), **asked_of}
-    for key, (what, asked) in asked_of.items():
-        found = summary[key]
+        asked_of = {best: ADAPTIVE_OVER_BEST_FIXED, **asked_of}
+    lines = [table(["tokens/s", *ways], rows)]
+    for other, asked in asked_of.items():
+        found = {
+            way: whole["ratios"][f"{way} / {other}"]["median"] for way in ways if way in ADAPTIVE
+        }
         text = ", ".join(f"{name} {ratio:.3f}" for name, ratio in found.items())
         reached = verdict(max(found.values()), asked, is_least=True)
-        lines.append(f"Beside {what}: {text} (asked of the better one {asked:.2f}: {reached}).\n")
-    if sum(_is_fixed(way) for way in ways) > 1:
-        lines.append(
-            "With the best fixed number of each phase, or none, known beforehand:"
-            f" {_best_of_phases(ways, 'fixed 3'):.3f} times fixed 3.\n"
-        )
+        lines.append(f"Beside {other}: {text} (asked of the better one {asked:.2f}: {reached}).\n")
     return "\n".join(lines)
 
 
-def _is_fixed(way: Result) -> bool:
-    return bool(way["way"].startswith(("fixed", "no drafts")))
-
-
-def _best_of_phases(ways: list[Result], base: str) -> float:
-    """Returns how much faster than `base` all phases would be, each by the fastest way that is not
-    adaptive."""
-    fixed = [way["phases"] for way in ways if _is_fixed(way)]
-    own = next(way["phases"] for way in ways if way["way"] == base)
-    best_s = sum(1 / max(phase["tok_s"] for phase in phases) for phases in zip(*fixed, strict=True))
-    return float(sum(1 / phase["tok_s"] for phase in own) / best_s)
+def _switches(phases: list[Result], way: str) -> float:
+    """Switches per second of phases that all have the same number of tokens."""
+    seconds = [1 / _median(row, way) for row in phases]
+    rates = [_median(row, way, "switches_per_s") for row in phases]
+    return sum(map(operator.mul, rates, seconds)) / sum(seconds)
 
 
 def adaptive_stationary(results: list[Result]) -> str:
-    """One row per load and adaptive way, beside no drafts and the load's best fixed number."""
+    """One row per load and adaptive way, beside plain decoding and the load's best fixed number."""
     (result,) = results
     head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
     head += ["beside no drafts", "lowest round", "switches/s", "reached"]
     rows = []
-    for load in result["rows"]:
-        speeds = {way["way"]: f"{way['tok_s']:,.0f}" for way in load["ways"]}
-        best = load["best_fixed"]
-        for way in (way for way in load["ways"] if way["is_adaptive"]):
-            figures = [way[name] for name in ("over_best_fixed", "over_plain", "lowest_over_plain")]
+    for row in result["rows"]:
+        best = max((way for way in row["ways"] if way in FIXED), key=lambda way: _median(row, way))
+        for way in (way for way in row["ways"] if way in ADAPTIVE):
+            over_best, over_plain = (row["ratios"][f"{way} / {other}"] for other in (best, PLAIN))
+            is_steady = (
+                over_best["median"] >= STATIONARY_OVER_BEST_FIXED
+                and over_plain["median"] >= MIN_PAIRED_MEDIAN
+                and over_plain["lowest"] >= MIN_PAIRED_ROUND
+            )
+            figures = over_best["median"], over_plain["median"], over_plain["lowest"]
             rows.append(
                 [
-                    f"{load['requests']} {load['kind']}",
-                    way["way"],
-                    speeds[way["way"]],
-                    f"{speeds[best]} ({best})",
+                    f"{row['load'][0]} {row['load'][1]}",
+                    way,
+                    f"{_median(row, way):,.0f}",
+                    f"{_median(row, best):,.0f} ({best})",
                     *(f"{figure:.3f}" for figure in figures),
-                    f"{way['switches_per_s']:.2f}",
-                    "yes" if is_steady(way) else "**no**",
+                    f"{_median(row, way, 'switches_per_s'):.2f}",
+                    "yes" if is_steady else "**no**",
                 ]
             )
     asked = [

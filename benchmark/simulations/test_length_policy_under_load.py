@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from policy_steps import mask_parts, mask_policy
+from policy_steps import mask_policy
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.load_aware_masks import LoadAwareMasks
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from simulated_decode import (
     MAX_K,
     UNVERIFIED,
@@ -73,26 +70,6 @@ def test_text_that_changes_misleads_it_for_little(period_ms: int, kind: Kind) ->
         return 0.8 if now_ms // period_ms % 2 else 0.0
 
     assert speed(LOADS[128], kind, chance) > 0.99
-
-
-@KINDS
-def test_good_text_that_turns_bad_costs_little(kind: Kind) -> None:
-    """Beside a policy that looks ahead no more from that moment on."""
-    turn_ms = plain_ms(gpu_prices, LOADS[128]) / 2
-
-    class Knowing(LoadAwareMasks):
-        def choose(self, upcoming: UpcomingStep) -> Budget:
-            budget = super().choose(upcoming)
-            return budget if run.now_ms < turn_ms else replace(budget, limit=1)
-
-    times = []
-    for make_policy in (Knowing, LoadAwareMasks):
-        policy = make_policy(mask_parts(MAX_K, gpu_prices()))
-        run = Simulation(
-            gpu_prices(), LOADS[128], policy, kind, lambda now_ms: 0.9 * (now_ms < turn_ms)
-        )
-        times.append(run.run())
-    assert times[1] < 1.015 * times[0]
 
 
 @KINDS

@@ -17,9 +17,6 @@ import pytest
 from served_rounds import MAX_DRAFTS, Load, ServedRounds
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
-from sglang.srt.lookahead.prompt_mix import (
-    PromptMix,
-)
 from sglang.srt.lookahead.round_options import RoundOptions
 from tile_spec_decode import Text
 
@@ -129,22 +126,6 @@ def test_a_head_that_rests_wakes_when_drafts_pay(num_clients: int, options: Roun
     speed = served.rate(400, 800)
     assert served.num_rests - num_rests < 400
     assert speed > 0.97 * rate(load, SURE, options)
-
-
-def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
-    """Shows what the simulation is for: rows that would cost next to nothing alone."""
-
-    def served() -> tuple[float, float]:
-        """The speed, and drafts of a step."""
-        found = ServedRounds(Load(28), SURE, BY_LOAD)
-        speed = found.rate(400, 200)
-        return speed, sum(tier * count for tier, count in found.tiers.items()) / 600
-
-    speed, num_drafts = served()
-    with mock.patch.object(PromptMix, "plan"):  # there seem to be none
-        blind_speed, blind_num_drafts = served()
-    assert blind_num_drafts > num_drafts + 0.2
-    assert blind_speed < speed
 
 
 @pytest.mark.parametrize("num_clients", [32, 64, 96])

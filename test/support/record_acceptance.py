@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmark.adaptive_ways import UNPREDICTABLE, params_of
 from benchmark.engine_load import random_prompts
+from benchmark.experiments import HOT
 from benchmark.held_out import held_out_prompts
 from draft_heads import EAGLE3
 from drafted_serving import Drafted
@@ -48,7 +48,7 @@ def serving() -> Drafted:
 
 
 def prompts_of(kind: str, seed: int, count: int) -> list[list[int]]:
-    if kind == UNPREDICTABLE:
+    if kind == "unpredictable":
         return random_prompts(count, NUM_PROMPT, load_model_config("demo").vocab_size, seed)
     return held_out_prompts(resolve_model_path("demo"), count, NUM_PROMPT, seed)[0]
 
@@ -68,7 +68,9 @@ def first_rounds(harness: Drafted, ids: list[str]) -> list[int]:
 def record(kind: str, seed: int, count: int) -> list[str]:
     """One string per answer."""
     harness, prompts = serving(), prompts_of(kind, seed, count)
-    params: dict[str, Any] = params_of(kind, NUM_NEW, seed)
+    params: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "max_new_tokens": NUM_NEW}
+    if kind == "unpredictable":
+        params |= {"temperature": HOT, "sampling_seed": seed}
     outputs = harness.generate(prompts, **params | {"max_new_tokens": NUM_NEW + NUM_DRAFTS + 2})
     rows = []
     for prompt, output in tqdm(list(zip(prompts, outputs, strict=True)), desc=kind, unit="answer"):

@@ -87,7 +87,6 @@ def test_wrong_arguments_show_the_usage(script: str, arguments: list[str], reaso
     ("arguments", "reason"),
     [
         (["--tests", "test/nowhere.py"], "there is no test/nowhere.py"),
-        (["--benchmarks", "long_prompts --repeats 1; nothing"], "no benchmark/measure/nothing.py"),
         (["--wheelhouse", "/nowhere"], "make_wheelhouse.sh"),
         (["--ways", "triton; tritan"], "there is no 'tritan'"),
         (["--ways", "triton, no graph"], "there is no 'triton, no graph'"),

@@ -14,7 +14,9 @@ import pytest
 from benchmark.measure import adaptive_costs
 from benchmark.measure.adaptive_costs import (
     PAIRS,
+    TIERS,
     Measured,
+    ScheduledTier,
     graph_bytes,
     measure,
     memory_rows,
@@ -24,7 +26,6 @@ from benchmark.measure.adaptive_costs import (
 )
 from benchmark.random_model import random_head, random_model
 from benchmark.report.speculation_tables import adaptive_costs as table_of
-from benchmark.scheduled_tiers import TIERS, ScheduledTier
 from policy_steps import drafting_step
 from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.lookahead.contract import Budget

@@ -107,7 +107,9 @@ def test_a_missing_matplotlib_or_result_is_one_clear_message(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match=plots.MISSING):
         report.main(["adaptive_steps.svg"])
-    with pytest.raises(SystemExit, match=r"python -m benchmark\.measure\.adaptive_steps"):
+    with pytest.raises(
+        SystemExit, match=r"python -m benchmark\.measure\.experiment adaptive_steps"
+    ):
         report.main(["adaptive_steps.svg"], tmp_path)
 
 

@@ -181,22 +181,27 @@ def test_a_server_has_the_flags_of_an_engine() -> None:
 @pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("name", "ways"),
-    [("replay", ["replay 3", "2x3x6"]), ("http", ["Engine", "/generate"])],
+    [
+        ("replay", ["replay 3", "2x3x6"]),
+        ("http", ["Engine", "/generate"]),
+        ("adaptive_steps", ["fixed 3", "EMA, conservative"]),
+    ],
 )
 def test_an_experiment_of_the_bundled_model_gives_its_ratios(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, ways: list[str]
 ) -> None:
     out = tmp_path / "found.json"
     argv = [name, "--model-path", "demo", "--device", "cpu", "--rounds", "1", "--out", str(out)]
-    argv += ["--concurrency", "2", "--prompt-tokens", "16", "--new-tokens", "12", "--ways", *ways]
+    argv += ["--concurrency", "2", "--prompt-tokens", "16", "--new-tokens", "12"]
+    argv += ["--phase-tokens", "24", "--ways", *ways]
     try:
         main(argv)
     finally:
         gc.unfreeze()  # what was exempted from collections of garbage
     result = json.loads(out.read_text(encoding="utf-8"))
-    [row] = result["rows"]
+    row = result["rows"][-1]
     pair = f"{ways[1]} / {ways[0]}"
-    assert row["load"] == [2, "code"]
+    assert row["load"] == (["all"] if name == "adaptive_steps" else [2, "code", 1])
     assert len(row["ratios"][pair]["ratios"]) == 1
     assert min(min(each["tok_s"]) for each in row["ways"].values()) > 0
     assert pair in capsys.readouterr().out

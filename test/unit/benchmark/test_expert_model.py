@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmark.measure.expert_model import (
+    COPY_BYTES_PER_S,
     ROUNDS,
     STEPS,
     Choices,
@@ -16,7 +17,6 @@ from benchmark.measure.expert_model import (
     decode_row,
     equal_share,
 )
-from benchmark.measure.expert_times import COPY_BYTES_PER_S
 from benchmark.random_model import GEOMETRIES, ExpertGeometry
 from benchmark.report.document_tables import expert_model
 from sglang.srt.layers.ops.chosen_experts import choose_experts

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmark import http_load
-from benchmark.command import add_schedule_options, schedule_flags
 from benchmark.measure import long_prompts, step_gaps, stream_bounds
 from benchmark.measure.kernel_times import Event, flop, kind_of, sums
 from benchmark.measure.long_prompts import CASES, Case
@@ -29,26 +26,6 @@ TINY = GEOMETRIES["tiny"]
 
 
 # ---------------------------------------------------------------- loads of long prompts
-
-
-@pytest.mark.parametrize(
-    ("words", "flags"),
-    [
-        ([], {}),
-        (["--chunked-prefill-size", "auto"], {"chunked_prefill_size": "auto"}),
-        (["--chunked-prefill-size", "-1"], {"chunked_prefill_size": -1}),
-        (
-            ["--chunked-prefill-size", "512", "--max-step-ms", "0"],
-            {"chunked_prefill_size": 512, "max_step_ms": 0.0},
-        ),
-    ],
-)
-def test_only_flags_that_are_given_reach_the_server(
-    words: list[str], flags: dict[str, Any]
-) -> None:
-    parser = argparse.ArgumentParser()
-    add_schedule_options(parser)
-    assert schedule_flags(parser.parse_args(words)) == flags
 
 
 def test_a_load_fits_into_the_context() -> None:
