@@ -98,7 +98,8 @@ class Served(Drafted):
 
     def submit(self, input_ids: list[int], *args: Any, **params: Any) -> int:
         req_id = super().submit(input_ids, *args, **params)
-        self.prompts[req_id] = input_ids, params.get("cache_key", ("", ""))
+        cache_key = params.get("cache_key", ("", ""))
+        self.prompts[req_id] = input_ids, (*cache_key, params.get("deterministic", False))
         return req_id
 
     def flush(self) -> None:
