@@ -625,6 +625,15 @@ def test_layers_that_attend_otherwise_than_the_config_says_are_refused(tmp_path:
         make_runner(path, Setup())
 
 
+def test_numbers_that_transformers_cannot_compute_with_are_refused(tmp_path: Path) -> None:
+    path = make_random_model("gemma", tmp_path / "model")
+    entries = json.loads((path / "config.json").read_text())
+    entries["rope_parameters"]["rope_theta"] = -(1 << 70)
+    (path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ModelPathError, match="transformers cannot make the model"):
+        make_runner(path, Setup())
+
+
 def test_without_transformers_the_refusal_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,10 @@ from sglang.srt.shard import WHOLE, Cut, Shard
 QKV = ("q_proj", "k_proj", "v_proj")
 GATED_MLPS = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 COLUMNS, ROWS = "colwise", "rowwise"  # styles of transformers' plans: outputs, inputs are divided
-WRONG_CODE = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError)
+WRONG_CODE = (
+    *(TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError),
+    ArithmeticError,
+)
 
 
 class CurrentStep:
