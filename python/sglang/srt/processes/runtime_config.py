@@ -104,12 +104,16 @@ def resolve(
         max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
-        static_memory_share=_static_share(args),
+        static_memory_share=_static_share(args, captures),
         num_threads=num_threads_of(args, platform.num_cores),
         has_both_orders=has_both_orders(args),
     )
     scheduler = SchedulerConfig(
-        planner=replace(planner, finds_shared_kv=execution.capabilities.shares_kv),
+        planner=replace(
+            planner,
+            finds_shared_kv=execution.capabilities.shares_kv,
+            has_both_orders=execution.has_both_orders,
+        ),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -240,8 +244,9 @@ def _drafter(
     return DrafterConfig("mtp", _mtp(args, mask, environ, execution))
 
 
-def _static_share(args: ServerArgs) -> float:
-    default = GPU_STATIC_SHARE - (SECOND_GRAPHS_SHARE if has_both_orders(args) else 0)
+def _static_share(args: ServerArgs, captures: bool) -> float:
+    has_second = captures and has_both_orders(args)
+    default = GPU_STATIC_SHARE - (SECOND_GRAPHS_SHARE if has_second else 0)
     return args.mem_fraction_static or default
 
 
