@@ -109,11 +109,7 @@ def resolve(
         has_both_orders=has_both_orders(args),
     )
     scheduler = SchedulerConfig(
-        planner=replace(
-            planner,
-            finds_shared_kv=execution.capabilities.shares_kv,
-            has_both_orders=execution.has_both_orders,
-        ),
+        planner=replace(planner, finds_shared_kv=execution.capabilities.shares_kv),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -230,6 +226,7 @@ def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) 
         schedule_policy=args.schedule_policy,
         preemption_threshold=threshold if args.enable_priority_scheduling else None,
         retract_interval=environ.test_retract_interval,
+        has_both_orders=has_both_orders(args),
     )
 
 

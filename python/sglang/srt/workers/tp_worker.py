@@ -19,7 +19,7 @@ from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobTensors
-from sglang.srt.layers.sampler import Sampler, ScoredTokens, in_aligned_float32
+from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -45,6 +45,7 @@ from sglang.srt.step.step_outputs import (
     emitted_queries,
     hidden_of_reads,
     hidden_states,
+    logits_to_read,
     prompt_logprobs,
     taps_of_drafter,
 )
@@ -188,22 +189,14 @@ class TpModelWorker:
         inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
         run = RunRows(inputs, layout, step.accepted, drawing.output)
-        prompts = None
-        if batch.logprobs is not None:
-            prompts = prompt_logprobs(
-                batch.logprobs,
-                step.forward.hidden,
-                inputs.q_lens,
-                lambda hidden: _as_read(batch, runner.compute_logits(hidden)),
-                self._sampler.banned,
-            )
+        scored = step.forward.hidden, inputs.q_lens, runner.compute_logits, self._sampler.banned
         result = _result(
             batch,
             record,
             drawing.given,
             self._makers(inputs.rows, drawing.given),
             emitted_logprobs=self._emitted_logprobs(step, drawing),
-            prompt_logprobs=prompts,
+            prompt_logprobs=prompt_logprobs(batch, *scored),
             hidden=hidden_states(batch, run, self._capture),
         )
         if (fed := self._left_out.fed(step)) is not None:
@@ -284,7 +277,7 @@ class TpModelWorker:
             drafts = None if layout.lookahead is None else self._drafts_before(layout)
             adjust = self._state.adjustments.apply
             logits = adjust(logits, reads.rows, reads.positions, drafts)
-        return _as_read(batch, logits)
+        return logits_to_read(batch, logits)
 
     def _drafts_before(self, layout: RowLayout) -> ExtraTokens:
         """Drafts fed before each row read: a row counts only if they are confirmed, and then they
@@ -390,12 +383,6 @@ class TpModelWorker:
         layout, accepted = step.chosen.layout, step.accepted
         queries, wanted = emitted_queries(batch.logprobs, layout, accepted)
         return self._sampler.query(drawing.logits, drawing.sampling, drawn, queries, wanted)
-
-
-def _as_read(batch: ScheduleBatch, logits: torch.Tensor) -> torch.Tensor:
-    """Returns logits [S, V] as tokens are drawn from them. In fixed orders they have one form, with
-    requests that adjust logits in the step or without."""
-    return in_aligned_float32(logits) if batch.fixed_orders else logits
 
 
 def _result(
