@@ -67,6 +67,19 @@ def test_misaligned_rows_read_nothing_outside(
     check_argmax(library, emulated_library.surrounded(logits, offset, gap=offset + 1))
 
 
+def test_sums_of_rows_at_multiples_of_16_bytes_have_one_order(library: KernelLibrary) -> None:
+    logits = 4 * torch.randn(32, 9001, generator=torch.Generator().manual_seed(0))
+
+    def sums(rows: torch.Tensor, gap: int = 3) -> list[float]:
+        laid_out = emulated_library.surrounded(rows, 0, gap)
+        found: list[float] = emulated_library.argmax_logprob(library, laid_out)[2].tolist()
+        return found
+
+    alone = [sums(row)[0] for row in logits.split(1)]
+    assert sums(logits) == alone
+    assert sums(logits, gap=0) != alone, "There is nothing to tell apart."
+
+
 def test_ties_go_to_the_lowest_index(library: KernelLibrary) -> None:
     logits = torch.zeros(3, 9001)
     logits[1, [8000, 4500, 77]] = 2.0

@@ -145,20 +145,16 @@ def _check_logprobs(expectation: Expectation, rows: Rows, outcome: Collected) ->
         for row, position in zip(rows.prompt_logits[options.start_len :], outcome.input_logprobs):
             allowed = row.clone()
             allowed[MASK] = -torch.inf
-            total = allowed.logsumexp(-1)
-            _check_position(expectation, row - total, position, allowed - total)
+            _check_position(expectation, allowed.log_softmax(-1), position)
 
 
 def _check_position(
-    expectation: Expectation,
-    row: torch.Tensor,
-    position: PositionLogprobs,
-    allowed: torch.Tensor | None = None,
+    expectation: Expectation, row: torch.Tensor, position: PositionLogprobs
 ) -> None:
-    """Compares a position with log-probabilities [V]; `allowed` of those that may be the best."""
+    """Compares a position with log-probabilities [V]."""
     options = expectation.request.logprobs
     assert options is not None
-    best = (row if allowed is None else allowed).topk(options.top_num).values.tolist()
+    best = row.topk(options.top_num).values.tolist()
     wanted = [float(row[position.token_id]), *best, *(float(row[i]) for i in options.token_ids)]
     assert position.logprob is not None
     given = [position.logprob, *position.top_logprobs, *position.chosen]

@@ -67,7 +67,8 @@ class Operations:
     compares_first: bool = False
 
 
-# Attention and operations of --enable-deterministic-inference.
+# Attention and operations of --enable-deterministic-inference and, in steps with requests that ask
+# for it, of --enable-deterministic-requests.
 ROW_INDEPENDENT = "row_independent"
 ATTENTION_BACKENDS = Registry(
     "attention backend",

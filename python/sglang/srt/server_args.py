@@ -222,7 +222,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     )
     enable_deterministic_requests: bool = flag(
         False,
-        "The same for requests with `deterministic`: true alone. Steps that have one take longer;"
+        'Do so only for requests that say "deterministic": true. Steps that have one take longer;'
         " CUDA graphs take twice the memory.",
     )
     disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")

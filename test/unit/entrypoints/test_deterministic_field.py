@@ -65,6 +65,29 @@ def test_another_server_refuses_it_with_the_remedy(server: Server, route: str) -
     assert not server.check(route, limits_of(), {"deterministic": False}).deterministic
 
 
+@pytest.mark.parametrize("name", ["acc", "single"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_thresholds_by_which_drafts_change_tokens_refuse_who_asks(
+    server: Server, route: str, name: str
+) -> None:
+    flags: dict[str, Any] = {f"speculative_accept_threshold_{name}": 0.9}
+    limits = limits_of(enable_deterministic_inference=True, **flags)
+    with pytest.raises(RequestError) as caught:
+        server.check(route, limits, {"deterministic": True})
+    assert "deterministic: the server has accept thresholds below 1" in caught.value.message
+    assert f"--speculative-accept-threshold-{name}" in caught.value.message
+    assert caught.value.status_code == 400
+    assert server.check(route, limits, {}).deterministic, "all sums are in fixed orders"
+
+
+@pytest.mark.parametrize("route", ["generate", "completions"])
+def test_routers_pass_it_on_in_custom_params(server: Server, route: str) -> None:
+    custom = {"custom_params": {"deterministic": True}}
+    assert server.check(route, limits_of(enable_deterministic_requests=True), custom).deterministic
+    with pytest.raises(RequestError, match=r"custom_params\.deterministic: start the server"):
+        server.check(route, limits_of(), custom)
+
+
 def test_the_flags_of_a_server_may_ask_for_all_that_do_not_say() -> None:
     preferred = {"preferred_sampling_params": '{"deterministic": true}'}
     limits = limits_of(enable_deterministic_requests=True, **preferred)
@@ -84,8 +107,9 @@ def test_predictions_that_nobody_verifies_are_not_deterministic(server: Server) 
     """The load may decide how many of them a request is given."""
     limits = replace(limits_of(enable_deterministic_requests=True), mtp_max_k=8)
     unverified = {"deterministic": True, "mtp_enabled": True, "temperature": 0}
-    with pytest.raises(RequestError, match="deterministic: needs mtp_verify: true"):
+    with pytest.raises(RequestError, match="deterministic: needs mtp_verify: true") as caught:
         server.check("generate", limits, unverified)
+    assert "or deterministic: false, or mtp_enabled: false" in caught.value.message
     assert server.check("generate", limits, {**unverified, "mtp_verify": True}).deterministic
     of_all = replace(limits_of(enable_deterministic_inference=True), mtp_max_k=8)
     server.check("generate", of_all, {"mtp_enabled": True, "temperature": 0})

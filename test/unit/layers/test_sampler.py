@@ -18,7 +18,7 @@ from sglang.srt.layers.logprobs import (
     LogprobTensors,
     query_prompt_logprobs,
 )
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.sampler import Sampler, in_aligned_float32
 
 torch.set_num_threads(1)
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -573,17 +573,33 @@ def test_logprobs_have_the_bits_of_prompts_where_that_is_asked_for(
         assert torch.equal(found.target[place], right.target[0])
         assert torch.equal(found.top_values[place], right.top_values[0])
         assert torch.equal(found.top_ids[place], right.top_ids[0])
-        is_banned = torch.tensor([7, row]) == 3
-        assert torch.equal(found.chosen[place][~is_banned], right.chosen[0][~is_banned])
+        assert torch.equal(found.chosen[place], right.chosen[0])
         greedy = temperatures[row] == 0
         alone = sampler.sample_scored(logits[row : row + 1], None)
         assert not greedy or torch.equal(alone.logprobs[0], drawn.logprobs[row])
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_rows_begin_at_multiples_of_16_bytes(size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    found = in_aligned_float32(logits)
+    assert torch.equal(found, logits.float())
+    assert found.dtype == torch.float32
+    assert all(row.data_ptr() % 16 == 0 for row in found)
+    greedy = Sampler(torch.device("cpu"), ()).sample_scored(found, None)
+    assert torch.equal(greedy.tokens, logits.argmax(-1))
 
 
 def test_a_prompt_has_no_share_for_a_token_that_is_never_emitted() -> None:
     logits = torch.tensor([[1.0, 5.0, 2.0, 0.5]])
     banned, queries = torch.tensor([1]), LogprobQueries(3, [[]])
     found = query_prompt_logprobs(logits, torch.tensor([0]), lambda x: x, [2], queries, banned)
+    its = query_prompt_logprobs(
+        logits, torch.tensor([0]), lambda x: x, [1], LogprobQueries(0, [[1, 1]]), banned
+    )
+    assert its.target.tolist() == [-math.inf]
+    assert its.chosen.tolist() == [[-math.inf] * 2]
     allowed = torch.log_softmax(logits[0, [0, 2, 3]], -1)
     torch.testing.assert_close(found.target[0], allowed[1])
     assert found.top_ids[0].tolist() == [2, 0, 3]

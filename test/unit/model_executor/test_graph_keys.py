@@ -178,6 +178,7 @@ def test_decodes_that_share_prefixes_replay_graphs_of_their_own(
     plain = GraphKeys(GraphSupport.RAGGED_Q, 100, 1, 1024)
     keys = GraphKeys(GraphSupport.RAGGED_Q, 100, 1, 1024, shares_kv=True)
     assert plain.all == [key for key in keys.all if not key.shares_kv]
+    both = GraphKeys(GraphSupport.RAGGED_Q, 100, 1, 1024, shares_kv=True, has_both_orders=True)
     ops = TorchStepOps(torch.device("cpu"))
     for num_reqs, expected in ((2, 16), (16, 16), (17, 32), (97, 100)):
         ids = torch.zeros(num_reqs, dtype=torch.int64)
@@ -190,6 +191,10 @@ def test_decodes_that_share_prefixes_replay_graphs_of_their_own(
             assert found is not None
             assert found.shares_kv == (known is keys)
             assert found.num_reqs == expected or known is plain
+        runner = CudaGraphRunner(lambda _: None, lambda _: (None,), ops, both, 99, "cpu")
+        fixed = runner.key_of(replace(shared, fixed_orders=True))
+        assert fixed is not None
+        assert (fixed.shares_kv, fixed.fixed_orders) == (False, True)
 
 
 @pytest.mark.parametrize("max_requests", [1, 8, 128])

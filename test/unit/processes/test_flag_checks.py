@@ -154,6 +154,8 @@ def test_requests_that_may_be_deterministic_are_not_accepted_by_thresholds() -> 
     thresholds = EAGLE3 | {"speculative_accept_threshold_acc": 0.9}
     said = refused(MAYBE_GPU, **ASKING | thresholds)
     assert "--enable-deterministic-requests does not cover accept thresholds below 1" in said
+    for name in ("acc", "single"):
+        assert f"--speculative-accept-threshold-{name}" in said
     checked(MAYBE_GPU, **DETERMINISTIC | thresholds)
 
 
@@ -168,6 +170,7 @@ def test_determinism_chooses_kernels_of_its_own() -> None:
         execution = resolve(ServerArgs(model_path="demo", **flags), GPU, MODEL, Environ()).execution
         assert (execution.attention_backend, execution.ops) == (ROW_INDEPENDENT, ROW_INDEPENDENT)
         assert not execution.capabilities.tree_masks
+        assert execution.orders == (True,)
         assert not execution.has_both_orders
 
 
@@ -177,9 +180,12 @@ def test_requests_that_may_be_deterministic_leave_the_kernels_and_have_both() ->
     config, plain = (resolve(each, GPU, MODEL, Environ()) for each in (args, without))
     execution = config.execution
     assert execution.orders == (False, True)
+    assert config.scheduler.planner.has_both_orders
     assert 0.8 < execution.static_memory_share < plain.execution.static_memory_share
     share = plain.execution.static_memory_share
     assert plain.execution == replace(execution, has_both_orders=False, static_memory_share=share)
     assert [each.orders for each in drafter_models(config.drafter, execution)] == [(False,)]
+    eager = resolve(replace(args, disable_cuda_graph=True), GPU, MODEL, Environ()).execution
+    assert eager.static_memory_share == share, "There are no graphs to leave room for."
     chosen = resolve(replace(args, mem_fraction_static=0.5), GPU, MODEL, Environ()).execution
     assert chosen.static_memory_share == 0.5

@@ -77,3 +77,15 @@ def test_rows_are_named_by_the_places_of_requests_in_the_batch_where_prompts_com
     assert batch.logprobs.prompts.top_num == 2
     assert [row.scored for row in planned.rows] == [range(1, 4), range(0)]
     assert planned.price_ms is None, "what the step returns of prompts has no price"
+
+
+@pytest.mark.parametrize("has_both", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fixed_orders_have_a_price_where_there_are_no_others(
+    deterministic: bool, has_both: bool
+) -> None:
+    step, request = StepBuilder(has_both, price_ms=1.0), asking(7, 9, 9)
+    request.params.deterministic = deterministic
+    step.add_decode(request)
+    is_priced = not (has_both and deterministic)
+    assert step.build(PageTableWrites(), []).price_ms == (1.0 if is_priced else None)

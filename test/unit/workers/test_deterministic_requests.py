@@ -19,7 +19,9 @@ from eagle_models import STANDALONE, eagle_config_for, write_models
 from fixed_orders import both_orders_on_a_cpu
 from jumping_tier import JUMPING, jumping_tiers
 from round_serving import NUM_STEPS, ON_CPU, On, copied, runners, setup_of, zero
+from sglang.srt.layers import logprobs
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.execution_config import ExecutionConfig
@@ -190,17 +192,28 @@ def right(paths: dict[str, Path]) -> dict[bool, Outcome]:
 class Mixed:
     """A server on which requests ask to be deterministic, and what its steps were.
 
+    Args:
+        of_all: all its steps are in fixed orders.
+
     Attributes:
         steps: of each step whether it had a deterministic request, and whether any request is not.
         graphs: of each replay of a graph of the target's whether it was of fixed orders, beside
             whether the step was.
     """
 
-    def __init__(self, paths: dict[str, Path], kind: str | None, setup: Setup, policy: str) -> None:
+    def __init__(
+        self,
+        paths: dict[str, Path],
+        kind: str | None,
+        setup: Setup,
+        policy: str,
+        of_all: bool = False,
+    ) -> None:
         drafter: DrafterConfig | None = None
         if kind is not None:
             drafter = eagle_config_for(paths["target"], paths[kind], kind, NUM_STEPS, policy)
-        group = runners(paths, drafter, setup, ON_CPU, has_both_orders=True)
+        on = ALL_FIXED if of_all else ON_CPU
+        group = runners(paths, drafter, setup, on, has_both_orders=not of_all)
         self.harness = Drafted(group, drafter, setup)
         zero(group)
         self._is_fixed: dict[int, bool] = {}  # by row
@@ -356,6 +369,64 @@ def test_logprobs_are_those_of_a_second_forward_pass_bit_for_bit(
     for number, second in seconds.items():
         first, again = harness.outputs[number], harness.outputs[second]
         assert again.input_logprobs == first.output_logprobs, number
+
+
+LOGIT_READERS = ("sample", "sample_scored", "query")
+
+
+@pytest.mark.parametrize("kind", [None, EAGLE3])
+@pytest.mark.parametrize("of_all", [False, True])
+def test_logits_of_fixed_orders_have_one_form_for_all_who_read_them(
+    paths: dict[str, Path], kind: str | None, of_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties of another request change them to float32 in any step."""
+    forms, fixed = list[tuple[bool, torch.dtype]](), [of_all]
+
+    def noting(function: Any, place: int) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            forms.append((fixed[0], args[place].dtype))
+            return function(*args, **kwargs)
+
+        return noted
+
+    def rounded(self: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden, self._layers).bfloat16()
+
+    monkeypatch.setattr(ModelRunner, "compute_logits", rounded)
+    for name in LOGIT_READERS:
+        monkeypatch.setattr(Sampler, name, noting(getattr(Sampler, name), 1))
+    monkeypatch.setattr(logprobs, "query_logprobs", noting(logprobs.query_logprobs, 0))
+    server = Mixed(paths, kind, setup_of(), "fixed", of_all)
+    assert all(dtype == torch.float32 for is_fixed, dtype in forms if is_fixed), "in graphs"
+    if not of_all:
+        forms.clear()  # graphs of both kinds
+    launch, rounds = server._launch, server._worker._rounds
+    num_replayed, replay = [0], _CapturedStep.replay
+
+    def launched(batch: ScheduleBatch) -> Any:
+        fixed[0] = batch.fixed_orders
+        return launch(batch)
+
+    def replayed(self: Any, rows: list[int]) -> None:
+        num_replayed[0] += 1
+        replay(self, rows)
+
+    server._launch = launched
+    monkeypatch.setattr(_CapturedStep, "replay", replayed)
+    for is_fixed in (True, of_all):
+        for index, prompt in enumerate(prompts()):
+            asked: dict[str, Any] = {"deterministic": of_all or (is_fixed and index % 3 == 0)}
+            if is_fixed and index % 4 == 3:
+                asked |= {"logit_bias": {"5": 1.0}, "frequency_penalty": 0.5}
+            if index % 4 == 1:
+                asked["logprobs"] = LogprobOptions(0, 2, [1])
+            server.harness.submit(prompt, **asked, **params_of(index))
+        server.harness.run()
+    found = {dtype for is_fixed, dtype in forms if is_fixed}
+    assert found == {torch.float32}
+    assert of_all or (False, torch.bfloat16) in forms, "There is nothing to tell apart."
+    assert (rounds is None) == (kind is None)
+    assert (num_replayed[0] > 0) == (kind is not None)
 
 
 def test_drafters_have_one_order(paths: dict[str, Path]) -> None:

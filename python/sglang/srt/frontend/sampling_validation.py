@@ -40,11 +40,11 @@ NOT_UNVERIFIED = frozenset(("temperature", "repetition_penalty"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 CUSTOM_PARAMS = "custom_params"
 RETURN_KEPT = "return_top_p_token_ids"  # trainers send it in `custom_params`
-CUSTOM_FIELDS = frozenset(
-    name for name in SAMPLING_FIELDS if name.startswith((MTP_PREFIX, RETURN_KEPT, SPECULATIVE))
+READ_WHOLE = (SPECULATIVE, RETURN_KEPT, "deterministic")
+CUSTOM_FIELDS = frozenset(name for name in SAMPLING_FIELDS if name.startswith(MTP_PREFIX)).union(
+    READ_WHOLE
 )
-
-READ_IN_CUSTOM = f"{MTP_PREFIX}*, {SPECULATIVE}, {RETURN_KEPT}"
+READ_IN_CUSTOM = ", ".join((f"{MTP_PREFIX}*", *READ_WHOLE))
 
 
 def check_sampling_params(
@@ -100,8 +100,8 @@ def _checked(
 def take_custom_params(
     value: dict[str, Any], prefix: str, unknown: UnknownFields
 ) -> tuple[dict[str, Any], set[str]]:
-    """Adds the parameters of look-ahead in `custom_params` to the sampling parameters: routers
-    pass that object on, but drop sampling parameters that they do not know.
+    """Adds those of CUSTOM_FIELDS in `custom_params` to the sampling parameters: routers pass that
+    object on, but drop sampling parameters that they do not know.
 
     Args:
         prefix: beginning of the client's names of the fields.

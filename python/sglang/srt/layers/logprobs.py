@@ -132,18 +132,12 @@ def query_logprobs(
     targets: torch.Tensor,
     known: KnownTokens,
     queries: LogprobQueries,
-    banned: torch.Tensor | None = None,
 ) -> LogprobTensors:
-    """Answers the queries from logits [Q, V] at Q positions, and the targets [Q] int64 there.
-
-    Args:
-        banned: [B] int64; ids that are not among the best tokens.
-    """
+    """Answers the queries from logits [Q, V] at Q positions, and the targets [Q] int64 there."""
     target = known.logprobs_of(logits.gather(1, targets[:, None])).squeeze(1)
     answers = LogprobTensors.of_targets(target)
     if queries.top_num:
-        allowed = logits if banned is None else logits.index_fill(1, banned, -torch.inf)
-        top = allowed.topk(queries.top_num, dim=-1)
+        top = logits.topk(queries.top_num, dim=-1)
         answers = replace(answers, top_values=known.logprobs_of(top.values), top_ids=top.indices)
     if any(queries.token_ids):
         ids = _padded(queries.token_ids, logits.device)
@@ -177,7 +171,7 @@ def query_prompt_logprobs(
         hidden: [T, hidden_size].
         rows: [Q] int64; which of the T.
         targets: the Q tokens that follow.
-        banned: [B] int64; ids that are never emitted, so the softmax leaves them out.
+        banned: [B] int64; ids that are never emitted: their log-probability is -inf.
     """
     argmax_logprob = sampling_ops(hidden.device).argmax_logprob
     parts = []
@@ -187,8 +181,9 @@ def query_prompt_logprobs(
         wanted = to_device(targets[start:end], hidden.device)
         _, best, of_best = argmax_logprob(logits, banned)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])
-        known = KnownTokens(best, of_best)
-        parts.append(query_logprobs(logits, wanted, known, part, banned))
+        if banned is not None:
+            logits = logits.index_fill(1, banned, -torch.inf)
+        parts.append(query_logprobs(logits, wanted, KnownTokens(best, of_best), part))
     width = max(part.chosen.shape[1] for part in parts)
     pad = torch.nn.functional.pad
     return replace(

@@ -23,6 +23,14 @@ from sglang.srt.layers.sampling_ops import sampling_ops
 MAX_SORTED_LOGITS = 1 << 22
 
 
+def in_aligned_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Copies logits [S, V] to float32, each row at a multiple of 16 bytes: how kernels cut a row
+    into parts, and so the order of their sums, then depends on V alone."""
+    rows, size = logits.shape
+    room = logits.new_empty((rows, -(-size // 4) * 4), dtype=torch.float32)
+    return room[:, :size].copy_(logits)
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
     """Tokens drawn from S rows of logits.

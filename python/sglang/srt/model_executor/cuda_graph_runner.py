@@ -228,7 +228,7 @@ class CudaGraphRunner(Generic[Results]):
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """Returns the key of the graph that a step can replay, if there is one."""
         shape = len(batch.q_lens), max(batch.q_lens), batch.input_ids.shape[0]
-        if batch.shared_prefixes:
+        if batch.shared_prefixes and not batch.fixed_orders:
             shares_kv = self._keys.find_shape(*shape, shares_kv=True)
             if shares_kv is not None:
                 return shares_kv

@@ -9,7 +9,7 @@ from functools import cached_property
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.registry import ATTENTION_BACKENDS, ROW_INDEPENDENT
 from sglang.srt.step.draft_shapes import DraftShape
 
 
@@ -73,8 +73,10 @@ class ExecutionConfig:
 
     @property
     def orders(self) -> tuple[bool, ...]:
-        """The values of `ForwardBatch.fixed_orders` that change what is computed."""
-        return (False, True) if self.has_both_orders else (False,)
+        """The values of `ForwardBatch.fixed_orders` that steps have."""
+        if self.has_both_orders:
+            return (False, True)
+        return (self.attention_backend == ROW_INDEPENDENT,)
 
     @cached_property
     def capabilities(self) -> AttentionCapabilities:

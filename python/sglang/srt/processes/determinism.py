@@ -10,10 +10,14 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import Refusal
 from sglang.srt.registry import TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
 from sglang.srt.weight_format import said_of_weights
 
 ALL, ASKING = "enable_deterministic_inference", "enable_deterministic_requests"
+THRESHOLDS = "accept thresholds below 1, by which drafts change tokens"
+NO_THRESHOLDS = (
+    "leave --speculative-accept-threshold-acc and --speculative-accept-threshold-single out"
+)
 NO_REQUESTS = f"start the server with {as_flag(ASKING)}, or with {as_flag(ALL)} for all requests"
 
 
@@ -56,8 +60,7 @@ def check_determinism(
         )
         raise Refusal(flag, "does not cover trees of drafts", remedy)
     if has_both_orders(args) and drafter is not None and not drafter.thresholds.is_exact:
-        reason = "does not cover accept thresholds below 1, by which drafts change tokens"
-        raise Refusal(flag, reason, "leave the thresholds out")
+        raise Refusal(flag, f"does not cover {THRESHOLDS}", NO_THRESHOLDS)
 
 
 def has_both_orders(args: ServerArgs) -> bool:
@@ -67,5 +70,9 @@ def has_both_orders(args: ServerArgs) -> bool:
 
 def refusal_of_requests(args: ServerArgs) -> str | None:
     """Tells why no request may ask to be deterministic, and the remedy; None: requests may."""
-    is_covered = args.enable_deterministic_requests or args.enable_deterministic_inference
-    return None if is_covered else NO_REQUESTS
+    if not (args.enable_deterministic_requests or args.enable_deterministic_inference):
+        return NO_REQUESTS
+    single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
+    if AcceptThresholds(single, acc).is_exact:
+        return None
+    return f"the server has {THRESHOLDS}; {NO_THRESHOLDS}"

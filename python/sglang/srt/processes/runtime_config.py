@@ -104,7 +104,7 @@ def resolve(
         max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
-        static_memory_share=_static_share(args),
+        static_memory_share=_static_share(args, captures),
         num_threads=num_threads_of(args, platform.num_cores),
         has_both_orders=has_both_orders(args),
     )
@@ -226,6 +226,7 @@ def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) 
         schedule_policy=args.schedule_policy,
         preemption_threshold=threshold if args.enable_priority_scheduling else None,
         retract_interval=environ.test_retract_interval,
+        has_both_orders=has_both_orders(args),
     )
 
 
@@ -240,8 +241,9 @@ def _drafter(
     return DrafterConfig("mtp", _mtp(args, mask, environ, execution))
 
 
-def _static_share(args: ServerArgs) -> float:
-    default = GPU_STATIC_SHARE - (SECOND_GRAPHS_SHARE if has_both_orders(args) else 0)
+def _static_share(args: ServerArgs, captures: bool) -> float:
+    has_second = captures and has_both_orders(args)
+    default = GPU_STATIC_SHARE - (SECOND_GRAPHS_SHARE if has_second else 0)
     return args.mem_fraction_static or default
 
 

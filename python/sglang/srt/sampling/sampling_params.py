@@ -265,7 +265,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if self.mtp_verify:
             return None
         if self.deterministic:
-            return "deterministic: needs mtp_verify: true beside mtp_enabled"
+            remedy = "or deterministic: false, or mtp_enabled: false"
+            return f"deterministic: needs mtp_verify: true beside mtp_enabled, {remedy}"
         if self.temperature > 0:
             return "temperature: must be 0 or left out with mtp_enabled, unless mtp_verify is true"
         if self.has_penalties:

@@ -40,6 +40,7 @@ class PlannerConfig:
         splits_prompts: whether a prompt may be fed in several steps.
         finds_shared_kv: steps name the prefixes that their requests share, for attention that gains
             from it.
+        has_both_orders: see `ExecutionConfig`; prices are those of the usual orders.
     """
 
     chunked_prefill_size: int
@@ -51,6 +52,7 @@ class PlannerConfig:
     retract_interval: int = 0
     splits_prompts: bool = True
     finds_shared_kv: bool = False
+    has_both_orders: bool = False
 
 
 class MustDrain(Exception):
@@ -110,7 +112,7 @@ class BatchPlanner:
         self._budget.observe(price_ms, took_ms)
 
     def _collect(self, admits: bool) -> StepBuilder:
-        step = StepBuilder()
+        step = StepBuilder(self._config.has_both_orders)
         decoding, prefilling = list[Req](), list[Req]()
         for req in self._lifecycle.steppable:
             if req.is_prefilling:

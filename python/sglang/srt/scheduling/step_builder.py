@@ -25,7 +25,8 @@ class PlannedStep:
 
     Attributes:
         price_ms: its expected time; None where the budget of prompts needs no prices, or where the
-            step returns log-probabilities or hidden states of prompts, which have no price.
+            step returns log-probabilities or hidden states of prompts, which have no price, or has
+            fixed orders where prices are those of the usual ones.
     """
 
     batch: ScheduleBatch
@@ -38,10 +39,12 @@ class StepBuilder:
     """A step while requests are added to it, whose slots are reserved.
 
     Attributes:
+        has_both_orders: see `PlannerConfig`.
         price_ms: see `PlannedStep`.
         shared_prefixes: see `ScheduleBatch`.
     """
 
+    has_both_orders: bool = False
     price_ms: float | None = None
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
     _prompts: list[LaunchedRow] = field(default_factory=list)
@@ -85,7 +88,8 @@ class StepBuilder:
             fixed_orders=any(row.req.params.deterministic for row in rows),
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
-        is_priced = not (returns_prompts or batch.hidden_rows)
+        is_other = self.has_both_orders and batch.fixed_orders
+        is_priced = not (returns_prompts or batch.hidden_rows or is_other)
         return PlannedStep(batch, rows, self.price_ms if is_priced else None)
 
 

@@ -32,7 +32,7 @@ def forward_batch_of(
         bounds_are_exact=bounds_are_exact,
         read_index=layout.reads.index if _may_skip_rows(batch, counts) else None,
         ancestors=None if lookahead is None else lookahead.ancestors,
-        shared_prefixes=[] if batch.fixed_orders else batch.shared_prefixes,
+        shared_prefixes=batch.shared_prefixes,
         q_starts=None if lookahead is None or counts.packed is None else lookahead.q_starts,
         fixed_orders=batch.fixed_orders,
     )

@@ -11,6 +11,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_prompt_logprobs
+from sglang.srt.layers.sampler import in_aligned_float32
 from sglang.srt.step.forward_inputs import row_indices
 from sglang.srt.step.step_ops import (
     NUM_PROMPT,
@@ -89,8 +90,14 @@ def _hidden_index(
     return starts[request] + torch.minimum(offset, last)
 
 
+def logits_to_read(batch: ScheduleBatch, logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits [S, V] as tokens and log-probabilities are found in them. In fixed orders they
+    have one form, with requests that adjust logits in the step or without."""
+    return in_aligned_float32(logits) if batch.fixed_orders else logits
+
+
 def prompt_logprobs(
-    plan: LogprobPlan,
+    batch: ScheduleBatch,
     hidden: torch.Tensor,
     q_lens: list[int],
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
@@ -98,12 +105,15 @@ def prompt_logprobs(
 ) -> LogprobTensors | None:
     """Returns log-probabilities of prompt tokens, in the model's own distribution of all that are
     not banned [B] int64; hidden [T, D]."""
-    if not plan.prompt_rows:
+    plan = batch.logprobs
+    if plan is None or not plan.prompt_rows:
         return None
+
+    def logits_of(part: torch.Tensor) -> torch.Tensor:
+        return logits_to_read(batch, compute_logits(part))
+
     rows = row_indices(plan.prompt_rows, q_lens, hidden.device)
-    return query_prompt_logprobs(
-        hidden, rows, compute_logits, plan.prompt_targets, plan.prompts, banned
-    )
+    return query_prompt_logprobs(hidden, rows, logits_of, plan.prompt_targets, plan.prompts, banned)
 
 
 def emitted_queries(

@@ -276,8 +276,8 @@ class RoundGraphs:
         """Runs a step of the worker, whose new rows have their state, up to the proposal; None if
         there is no graph for it. The next replay overwrites the result."""
         num_reqs, num_drafts = len(batch.rows), plan.max_pending - 1
-        is_fixed = batch.fixed_orders and self._runners.target.config.has_both_orders
-        found = _smallest(self._steps.get(_Verification(num_drafts, is_fixed)), num_reqs)
+        kind = _Verification(num_drafts, batch.fixed_orders)
+        found = _smallest(self._steps.get(kind), num_reqs)
         if found is None or self._are_checked or not _is_uniform(batch, plan, num_drafts):
             return None
         if batch.hidden_rows and found.run.output is None:

@@ -45,6 +45,7 @@ from sglang.srt.step.step_outputs import (
     emitted_queries,
     hidden_of_reads,
     hidden_states,
+    logits_to_read,
     prompt_logprobs,
     taps_of_drafter,
 )
@@ -188,17 +189,14 @@ class TpModelWorker:
         inputs = forward_batch_of(batch, plan.counts, layout, bounds_are_exact=is_exact)
         step, drawing = self._accept(batch, plan, inputs, layout)
         run = RunRows(inputs, layout, step.accepted, drawing.output)
-        prompts = None
-        if batch.logprobs is not None:
-            scored = step.forward.hidden, inputs.q_lens, runner.compute_logits, self._sampler.banned
-            prompts = prompt_logprobs(batch.logprobs, *scored)
+        scored = step.forward.hidden, inputs.q_lens, runner.compute_logits, self._sampler.banned
         result = _result(
             batch,
             record,
             drawing.given,
             self._makers(inputs.rows, drawing.given),
             emitted_logprobs=self._emitted_logprobs(step, drawing),
-            prompt_logprobs=prompts,
+            prompt_logprobs=prompt_logprobs(batch, *scored),
             hidden=hidden_states(batch, run, self._capture),
         )
         if (fed := self._left_out.fed(step)) is not None:
@@ -275,10 +273,11 @@ class TpModelWorker:
         """[S, V], after penalties and biases."""
         reads = layout.reads
         logits = self._runner.compute_logits(hidden_of_reads(hidden, inputs, reads))
-        if not batch.adjusts_logits:
-            return logits
-        drafts = None if layout.lookahead is None else self._drafts_before(layout)
-        return self._state.adjustments.apply(logits, reads.rows, reads.positions, drafts)
+        if batch.adjusts_logits:
+            drafts = None if layout.lookahead is None else self._drafts_before(layout)
+            adjust = self._state.adjustments.apply
+            logits = adjust(logits, reads.rows, reads.positions, drafts)
+        return logits_to_read(batch, logits)
 
     def _drafts_before(self, layout: RowLayout) -> ExtraTokens:
         """Drafts fed before each row read: a row counts only if they are confirmed, and then they

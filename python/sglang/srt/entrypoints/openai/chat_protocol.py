@@ -66,7 +66,8 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         return_prompt_token_ids: each choice gets `prompt_token_ids`.
         return_token_ids: each choice gets these and `response_token_ids`.
         return_meta_info: each choice gets the `meta_info` of `/generate`.
-        custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
+        custom_params: may hold `mtp_*`, `speculative` and `deterministic`, for routers that drop
+            these elsewhere.
     """
 
     messages: list[dict[str, Any]]

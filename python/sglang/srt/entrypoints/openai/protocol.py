@@ -71,7 +71,8 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         return_token_ids: each choice gets `prompt_token_ids` and `token_ids`.
         response_format: text, json_object, json_schema or structural_tag.
         echo: put the prompt before each output, and its log-probabilities too.
-        custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
+        custom_params: may hold `mtp_*`, `speculative` and `deterministic`, for routers that drop
+            these elsewhere.
     """
 
     prompt: str | list[str | int | list[int]]
