@@ -81,7 +81,8 @@ def feed(connection: Connection, first_seed: int, only: str | None) -> None:
                     for area in areas.values():
                         area.close()
             except BaseException as error:  # noqa: BLE001 - each is a find
-                trace = "".join(traceback.format_exception(error, limit=-3)).replace(ROOT, "")
+                trace = "".join(traceback.format_exception(error, limit=-3))
+                trace = trace.replace(ROOT, "").replace(f"{sys.prefix}/", "")
                 kind = "errors" if isinstance(error, Exception) else "crashes"
                 outcome = Outcome(kind, f"{name}: {raw[:200]!r}: {trace}"[-2000:])
             connection.send(outcome)

@@ -124,7 +124,7 @@ def row_of(load: Sequence[Any], speeds: dict[str, list[float]]) -> dict[str, Any
 
 
 def test_a_walk_is_compared_by_the_time_of_all_its_loads() -> None:
-    """Of as many tokens at 100 and 300 tokens/s the mean is 150; medians are those of rounds."""
+    """As many tokens at 100 and at 300 tokens/s are 150 on average; medians are those of rounds."""
     speeds = {PLAIN: [100, 50, 100], "fixed 3": [125, 60, 120], "auto": [150, 75, 126]}
     rows = [
         row_of([8, "predictable", 1], speeds),
