@@ -16,6 +16,7 @@ import torch
 
 import sglang
 from benchmark.engine_load import random_prompts
+from random_steps import random_step
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -222,22 +223,7 @@ def runner_of(backend: str = "triton", ops: str = "triton", **changes: Any) -> M
 
 
 def step(runner: ModelRunner, q_lens: list[int], seed: int) -> ForwardBatch:
-    chooser, table = random.Random(seed), runner.req_to_token_pool.req_to_token
-    rows = chooser.sample(range(NUM_ROWS), len(q_lens))
-    before = [chooser.randrange(CONTEXT - q_len + 1) for q_len in q_lens]
-    positions = [n + i for n, q_len in zip(before, q_lens, strict=True) for i in range(q_len)]
-    row_of = [row for row, q_len in zip(rows, q_lens, strict=True) for _ in range(q_len)]
-    lens = [n + q_len for n, q_len in zip(before, q_lens, strict=True)]
-    return ForwardBatch(
-        input_ids=torch.tensor([chooser.randrange(4, 4096) for _ in positions], device="cuda"),
-        positions=torch.tensor(positions, device="cuda"),
-        slots=table[torch.tensor(row_of), torch.tensor(positions)].long(),
-        rows=torch.tensor(rows, device="cuda"),
-        q_lens=q_lens,
-        kv_lens=torch.tensor(lens, device="cuda"),
-        kv_len_upper_bounds=lens,
-        bounds_are_exact=True,
-    )
+    return random_step(runner, q_lens, seed, CONTEXT, NUM_ROWS)
 
 
 def computed(runner: ModelRunner, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

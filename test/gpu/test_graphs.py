@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from random_steps import random_step
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
 from sglang.srt.layers.forward_options import HiddenCapture
@@ -60,24 +61,7 @@ def make(
 
 
 def step(runner: ModelRunner, q_lens: list[int], seed: int) -> ForwardBatch:
-    """A step of requests that have some KV."""
-    chooser = random.Random(seed)
-    table = runner.req_to_token_pool.req_to_token
-    rows = chooser.sample(range(len(table)), len(q_lens))
-    before = [chooser.randrange(0, CONTEXT - q_len) for q_len in q_lens]
-    positions = [n + i for n, q_len in zip(before, q_lens, strict=True) for i in range(q_len)]
-    row_of = [row for row, q_len in zip(rows, q_lens, strict=True) for _ in range(q_len)]
-    lens = [n + q_len for n, q_len in zip(before, q_lens, strict=True)]
-    return ForwardBatch(
-        input_ids=torch.tensor([chooser.randrange(4, 4096) for _ in positions], device="cuda"),
-        positions=torch.tensor(positions, device="cuda"),
-        slots=table[torch.tensor(row_of), torch.tensor(positions)].long(),
-        rows=torch.tensor(rows, device="cuda"),
-        q_lens=q_lens,
-        kv_lens=torch.tensor(lens, device="cuda"),
-        kv_len_upper_bounds=lens,
-        bounds_are_exact=True,
-    )
+    return random_step(runner, q_lens, seed, CONTEXT)
 
 
 def shapes_of(key: GraphKey, keys: GraphKeys, seed: int) -> list[list[int]]:

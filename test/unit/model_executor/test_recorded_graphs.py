@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from random_steps import random_step
 from recorded_graphs import ReplayableAttention, recorded_graphs, replayable_backends
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
@@ -23,7 +24,7 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.torch_step_ops import TorchStepOps
-from utils import VOCAB_SIZE, Setup, make_random_model, make_runner
+from utils import Setup, make_random_model, make_runner
 
 CONTEXT, WIDTH, MAX_ROWS = 60, 7, 64
 SETUP = Setup(num_pages=1000, max_running_requests=5)
@@ -72,23 +73,7 @@ def make(
 
 
 def step(runner: ModelRunner, q_lens: list[int], seed: int) -> ForwardBatch:
-    chooser = random.Random(seed)
-    table = runner.req_to_token_pool.req_to_token
-    rows = chooser.sample(range(len(table)), len(q_lens))
-    before = [chooser.randrange(CONTEXT - q_len + 1) for q_len in q_lens]
-    positions = [n + i for n, q_len in zip(before, q_lens, strict=True) for i in range(q_len)]
-    row_of = [row for row, q_len in zip(rows, q_lens, strict=True) for _ in range(q_len)]
-    lens = [n + q_len for n, q_len in zip(before, q_lens, strict=True)]
-    return ForwardBatch(
-        input_ids=torch.tensor([chooser.randrange(VOCAB_SIZE) for _ in positions]),
-        positions=torch.tensor(positions),
-        slots=table[torch.tensor(row_of), torch.tensor(positions)].long(),
-        rows=torch.tensor(rows),
-        q_lens=q_lens,
-        kv_lens=torch.tensor(lens),
-        kv_len_upper_bounds=lens,
-        bounds_are_exact=True,
-    )
+    return random_step(runner, q_lens, seed, CONTEXT)
 
 
 def shapes(keys: GraphKeys, seed: int, has_tree: bool = False) -> dict[GraphKey, list[int]]:

@@ -18,6 +18,7 @@ from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, 
 from eagle_models import STANDALONE, eagle_config_for, write_models
 from fixed_orders import both_orders_on_a_cpu
 from jumping_tier import JUMPING, jumping_tiers
+from random_steps import random_step
 from round_serving import NUM_STEPS, ON_CPU, On, copied, runners, setup_of, zero
 from sglang.srt.layers import logprobs
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
@@ -32,7 +33,7 @@ from sglang.srt.registry import ROW_INDEPENDENT
 from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.round_graphs import VerifiedStep, _CapturedStep
-from utils import VOCAB_SIZE, Setup, make_random_model, make_runner
+from utils import Setup, make_random_model, make_runner
 
 CONTEXT, WIDTH, MAX_ROWS = 60, 5, 32
 ALL_FIXED = On("cpu", ROW_INDEPENDENT)
@@ -79,22 +80,7 @@ def runner_of(
 
 
 def step(runner: ModelRunner, q_lens: list[int], seed: int) -> ForwardBatch:
-    chooser, table = random.Random(seed), runner.req_to_token_pool.req_to_token
-    rows = chooser.sample(range(4), len(q_lens))
-    before = [chooser.randrange(CONTEXT - q_len + 1) for q_len in q_lens]
-    positions = [n + i for n, q_len in zip(before, q_lens, strict=True) for i in range(q_len)]
-    row_of = [row for row, q_len in zip(rows, q_lens, strict=True) for _ in range(q_len)]
-    lens = [n + q_len for n, q_len in zip(before, q_lens, strict=True)]
-    return ForwardBatch(
-        input_ids=torch.tensor([chooser.randrange(VOCAB_SIZE) for _ in positions]),
-        positions=torch.tensor(positions),
-        slots=table[torch.tensor(row_of), torch.tensor(positions)].long(),
-        rows=torch.tensor(rows),
-        q_lens=q_lens,
-        kv_lens=torch.tensor(lens),
-        kv_len_upper_bounds=lens,
-        bounds_are_exact=True,
-    )
+    return random_step(runner, q_lens, seed, CONTEXT, 4)
 
 
 def computed(runner: ModelRunner, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, bool]:

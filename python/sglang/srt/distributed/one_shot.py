@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from sglang.srt.shard import Shard
 
-ONE_SHOT_BYTES = 1 << 20  # that a rank sends, at most: as much as `rank_sums` was faster with
+ONE_SHOT_BYTES = 1 << 20  # that a rank sends, at most; beyond that `rank_sums` has no result
 NAME: Any = "one shot"  # a `GroupName`
 ALIGNMENT = 16  # bytes, of a message and its place in memory
 

@@ -99,7 +99,8 @@ class Sampler:
     def _as_in_prompts(
         self, logits: torch.Tensor, rows: SamplingRows, drawn: ScoredTokens
     ) -> ScoredTokens:
-        """Returns the same, in rows of the model's own distribution by their best tokens."""
+        """Returns the same tokens. Log-probabilities of rows at temperatures 0 and 1 are computed
+        from the row's best token, as those of prompts are."""
         _, best, of_best = self._ops.argmax_logprob(logits, self.banned)
         known, is_own = _known(logits, rows.temperature, drawn), rows.temperature == 1
         is_own |= rows.temperature == 0

@@ -88,8 +88,8 @@ class StepBuilder:
             fixed_orders=any(row.req.params.deterministic for row in rows),
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
-        is_other = self.has_both_orders and batch.fixed_orders
-        is_priced = not (returns_prompts or batch.hidden_rows or is_other)
+        lacks_prices = self.has_both_orders and batch.fixed_orders
+        is_priced = not (returns_prompts or batch.hidden_rows or lacks_prices)
         return PlannedStep(batch, rows, self.price_ms if is_priced else None)
 
 
