@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang.srt.head_layouts import head_mark
@@ -19,7 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_draft_config(
-    path: str, target: ModelConfig, target_tokenizer: Path, flag: str = "--model-path"
+    path: str,
+    target: ModelConfig,
+    target_tokenizer: Path,
+    flag: str = "--model-path",
+    warn: Callable[..., None] = logger.warning,
 ) -> ModelConfig:
     """Reads the config.json of a model that drafts for another one, and compares their tokens.
 
@@ -27,6 +32,8 @@ def load_draft_config(
         target: the model that it drafts for.
         target_tokenizer: folder of the target's tokenizer.
         flag: what named the path.
+        warn: takes a text and the values of its places, if a folder has no tokenizer, so that only
+            the sizes of the vocabularies are compared.
 
     Raises:
         ModelPathError: for a folder that cannot be read, that is no whole model, or a model of
@@ -45,27 +52,22 @@ def load_draft_config(
             f"vocab_size is {config.vocab_size}, but that of the target is {target.vocab_size}; use"
             " a draft model with the target's tokenizer"
         )
+    for each in (config.path, target_tokenizer):
+        if not has_tokenizer(each):
+            said = "%s %s: %s has no tokenizer, so only the sizes of the vocabularies are compared."
+            warn(said, flag, config.path, each)
+            return config
     check_same_tokens(config.path, target_tokenizer, flag)
     return config
 
 
 def check_same_tokens(draft: Path, target: Path, flag: str) -> None:
-    """Checks that each token has the same id in both tokenizers. Where a folder has none, nothing
-    can be checked, and a warning says that.
+    """Checks that each token has the same id in both folders' tokenizers.
 
     Raises:
         ModelPathError: if one differs, or a tokenizer cannot be read; the text names the flag and
             the first that differs.
     """
-    for folder in (draft, target):
-        if not has_tokenizer(folder):
-            logger.warning(
-                "%s %s: %s has no tokenizer, so only the sizes of the vocabularies are compared.",
-                flag,
-                draft,
-                folder,
-            )
-            return
     try:
         of_draft = load_tokenizer(draft).vocabulary()
         of_target = load_tokenizer(target).vocabulary()

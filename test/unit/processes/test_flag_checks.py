@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -15,13 +18,16 @@ from sglang.srt.layers.triton_launch import INTERPRETED
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import load_model_config
 from sglang.srt.platform import Platform
+from sglang.srt.processes import flag_checks
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.determinism import check_determinism
 from sglang.srt.processes.flag_checks import MTP_IS_OFF, check_flags
+from sglang.srt.processes.round_flags import Asked
 from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS, ROW_INDEPENDENT, TRANSFORMERS
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter_options import DrafterConfig
 
 MODEL = load_model_config("demo")
 GIB = 1 << 30
@@ -45,6 +51,25 @@ def refused(host: Host, **flags: Any) -> str:
 def has_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+def test_checks_in_two_threads_leave_the_levels_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, package = flag_checks.drafter_from_flags, logging.getLogger("sglang")
+    level, entered, left = package.level, Barrier(2), Event()
+
+    def slow(asked: Asked) -> DrafterConfig | None:
+        is_first = entered.wait(timeout=30) == 0
+        assert is_first or left.wait(timeout=30)
+        return make(asked)
+
+    monkeypatch.setattr(flag_checks, "drafter_from_flags", slow)
+    with ThreadPoolExecutor(2) as threads:
+        checks = [threads.submit(checked, CPU) for _ in range(2)]
+        wait(checks, return_when=FIRST_COMPLETED)
+        left.set()
+        for check in checks:
+            check.result()
+    assert package.level == level
 
 
 def test_what_a_gpu_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +119,36 @@ def test_what_is_known_is_what_the_scheduler_comes_to(flags: dict[str, Any]) -> 
     assert known.max_req_len == min(MODEL.context_len, flags.get("max_total_tokens", 1 << 20) - 1)
 
 
-def test_warnings_come_once(caplog: pytest.LogCaptureFixture) -> None:
-    checked(CPU, **EAGLE3, speculative_num_steps=3, speculative_num_draft_tokens=9)
-    assert not caplog.messages
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            {**EAGLE3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9},
+            "has no effect beside",
+        ),
+        ({"tile_spec": True}, "has no effect here"),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": "demo-draft",
+                "tokenizer_path": "/no/tokenizer",
+            },
+            "has no tokenizer",
+        ),
+    ],
+)
+def test_warnings_are_left_to_resolve(
+    flags: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked(CPU, **flags)
+    assert caplog.messages == []
+    resolve(
+        ServerArgs(model_path="demo", **flags),
+        Platform("cpu", 4, 8 * GIB, "cpu"),
+        MODEL,
+        Environ(),
+    )
+    assert says in caplog.text
 
 
 DETERMINISTIC = {"enable_deterministic_inference": True, "device": "cuda", "dtype": "bfloat16"}

@@ -4,10 +4,7 @@ the machine say without torch. `runtime_config.resolve` goes by the same functio
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from sglang.srt.environ import Environ
 from sglang.srt.host import Host
@@ -72,8 +69,7 @@ def check_flags(
     problems = [attention_problem(args, model, device) for device in devices]
     if all(problems):
         raise ConfigError(str(problems[-1]))
-    with _without_warnings():
-        mask, drafter = drafter_of(args, model, environ, reads_corpus=False)
+    mask, drafter = drafter_of(args, model, environ, only_checks=True)
     check_determinism(args, model, devices, drafter)
     in_pool = context_len
     if devices == ["cpu"]:
@@ -185,13 +181,13 @@ def attention_problem(args: ServerArgs, model: ModelConfig, device: str) -> str 
 
 
 def drafter_of(
-    args: ServerArgs, model: ModelConfig, environ: Environ, reads_corpus: bool = True
+    args: ServerArgs, model: ModelConfig, environ: Environ, only_checks: bool = False
 ) -> tuple[int | None, DrafterConfig | None]:
     """Gives the mask token of multi-token prediction, and the drafter of --speculative-algorithm;
     None without them. The mask token is never emitted in either case.
 
     Args:
-        reads_corpus: tokenize the corpus of NGRAM; False only looks whether it can be read.
+        only_checks: see `Asked`.
     """
     mask = _mask_token(args, model)
     suppressed = () if mask is None else (mask,)
@@ -200,7 +196,7 @@ def drafter_of(
         model=model,
         suppressed_token_ids=suppressed,
         environ=environ,
-        reads_corpus=reads_corpus,
+        only_checks=only_checks,
     )
     return mask, drafter_from_flags(asked)
 
@@ -289,15 +285,3 @@ def check_masks(backend: str, most: int | None, num_rows: int, context_len: int)
             " --chunked-prefill-size, --max-running-requests or --context-length, or use"
             " --attention-backend triton."
         )
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Leaves warnings of this package out: `resolve` gives them."""
-    logger = logging.getLogger(__name__.partition(".")[0])
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -40,20 +40,26 @@ class Asked:
     Attributes:
         model: the target.
         suppressed_token_ids: ids that the target never emits.
-        reads_corpus: tokenize the corpus of NGRAM; False only looks whether it begins as one.
+        only_checks: nothing will be served by this drafter: give no warnings, and look only whether
+            the corpus of NGRAM begins as one.
     """
 
     args: ServerArgs
     model: ModelConfig
     suppressed_token_ids: tuple[int, ...]
     environ: Environ
-    reads_corpus: bool = True
+    only_checks: bool = False
 
     @property
     def is_fixed(self) -> bool:
         """Tells whether every step verifies as many drafts, as where acceptance is simulated."""
         simulates = self.environ.simulated_accept_len is not None
         return simulates or self.args.speculative_load_aware == "off"
+
+    def warn(self, text: str, *values: object) -> None:
+        """Logs a warning; `values` fill the places of `text`."""
+        if not self.only_checks:
+            logger.warning(text, *values)
 
 
 def fixed_rounds(asked: Asked, num_steps: int, num_free: int) -> RoundOptions:
@@ -79,7 +85,7 @@ def model_rounds(asked: Asked, num_free: int, block_size: int | None = None) -> 
     if tree is not None:
         return replace(fixed_rounds(asked, tree.depth, num_free), tree=tree)
     most = CHAIN_STEPS if block_size is None else block_size - 1
-    num_steps = num_drafts(args, STEPS, most)
+    num_steps = num_drafts(asked, STEPS, most)
     if block_size is not None:
         _check_block(args, num_steps, block_size)
     rounds = replace(fixed_rounds(asked, num_steps, num_free), block_size=block_size)
@@ -88,7 +94,7 @@ def model_rounds(asked: Asked, num_free: int, block_size: int | None = None) -> 
     if args.speculative_load_aware is not None:
         problem = f"decides how many tokens are drafted, as {as_flag(LOAD_AWARE)} does"
         raise Refusal(as_flag(ADAPTIVE), problem, "leave out one of them")
-    return _adaptive(args, rounds)
+    return _adaptive(asked, rounds)
 
 
 def _check_block(args: ServerArgs, num_steps: int, block_size: int) -> None:
@@ -98,18 +104,18 @@ def _check_block(args: ServerArgs, num_steps: int, block_size: int) -> None:
         raise Refusal(as_flag(name, vars(args)[name]), problem, "lower it or leave it out")
 
 
-def num_drafts(args: ServerArgs, leading: str, default: int) -> int:
+def num_drafts(asked: Asked, leading: str, default: int) -> int:
     """Counts the drafts of a chain.
 
     Args:
         leading: STEPS or TOKENS: the flag that counts where both are given and disagree.
         default: drafts where neither is given.
     """
-    values = vars(args)
+    values = vars(asked.args)
     other = STEPS if leading == TOKENS else TOKENS
     counts = [values[name] - (name == TOKENS) for name in (leading, other) if values[name]]
     if len({*counts}) > 1:
-        logger.warning(
+        asked.warn(
             "%s has no effect beside %s: a chain of %d drafts has %d tokens, the certain one"
             " counted.",
             as_flag(other, values[other]),
@@ -129,8 +135,9 @@ def strategy_of(args: ServerArgs) -> str:
     return THROUGHPUT if args.speculative_adaptive_config is None else EMA
 
 
-def _adaptive(args: ServerArgs, rounds: RoundOptions) -> RoundOptions:
+def _adaptive(asked: Asked, rounds: RoundOptions) -> RoundOptions:
     """Gives chains of fixed length the tiers that the flags `--speculative-adaptive...` ask for."""
+    args = asked.args
     strategy, initial = strategy_of(args), rounds.num_steps
     if args.speculative_adaptive_config is None and strategy == THROUGHPUT:
         most, config = max(initial, THROUGHPUT_STEPS), None
@@ -140,7 +147,7 @@ def _adaptive(args: ServerArgs, rounds: RoundOptions) -> RoundOptions:
         config = read_adaptive_config(args.speculative_adaptive_config)
         place = as_flag(CONFIG, args.speculative_adaptive_config or DEFAULT_PRESET)
         for warning in config.warnings():
-            logger.warning("%s: %s", place, warning)
+            asked.warn("%s: %s", place, warning)
         candidates = config.candidate_steps
         most = candidates[-1]
         if most == 0:

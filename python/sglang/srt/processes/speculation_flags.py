@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -46,8 +45,6 @@ from sglang.srt.speculative.drafter_configs import (
 )
 from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
 from sglang.srt.speculative.spec_info import NGRAM, SpeculativeAlgorithm
-
-logger = logging.getLogger(__name__)
 
 ALGORITHM, DRAFT_PATH = "speculative_algorithm", "speculative_draft_model_path"
 DRAFT_REVISION = "speculative_draft_model_revision"
@@ -202,7 +199,7 @@ def _without_idle_switches(asked: Asked, algorithm: Algorithm | None) -> ServerA
         reasons = {ADAPTIVE: f"with {flag} every step drafts trees of the same size"}
     idle: dict[str, Any] = {name: False for name in reasons if vars(args)[name]}
     for name in idle:
-        logger.warning("%s has no effect here: %s.", as_flag(name), reasons[name])
+        asked.warn("%s has no effect here: %s.", as_flag(name), reasons[name])
     return replace(args, **idle) if idle else args
 
 
@@ -213,7 +210,7 @@ def _eagle(architecture: str, asked: Asked) -> EagleConfig:
     head = load_head_config(path, architecture, target, args.speculative_token_map, flag)
     most = None if head.mask is None else head.mask.depths
     if most is not None and rounds.num_steps > most:
-        logger.warning(
+        asked.warn(
             "%s %s: the head was trained for %d drafts, and of %d those behind them are seldom"
             " right; %s would keep to them.",
             flag,
@@ -244,9 +241,10 @@ def _dflash(asked: Asked) -> EagleConfig:
 def _standalone(asked: Asked) -> StandaloneConfig:
     args, target, rounds = asked.args, asked.model, model_rounds(asked, num_free=0)
     path, flag = str(args.speculative_draft_model_path), as_flag(DRAFT_PATH)
-    draft = load_draft_config(path, target, Path(args.tokenizer_path or target.path), flag)
+    tokenizer = Path(args.tokenizer_path or target.path)
+    draft = load_draft_config(path, target, tokenizer, flag, asked.warn)
     if draft.context_len < (args.context_length or target.context_len):
-        logger.warning(
+        asked.warn(
             "%s %s: the draft model was made for %d tokens, so its drafts are seldom right behind"
             " them; --context-length %d would keep requests within.",
             flag,
@@ -264,7 +262,7 @@ def _ngram(asked: Asked) -> NgramConfig:
         flag = as_flag("speculative_ngram_min_bfs_breadth", least)
         problem = f"is more than {as_flag(MAX_BREADTH, most)}"
         raise Refusal(flag, problem, "lower it, or raise the other")
-    count = num_drafts(args, TOKENS, NGRAM_NUM_DRAFTS)
+    count = num_drafts(asked, TOKENS, NGRAM_NUM_DRAFTS)
     policy = "fixed" if asked.is_fixed else "matched"
     rounds = fixed_rounds(asked, count, num_free=count)
     return _ngrams(asked, replace(rounds, tier_policy=policy, trees_of_any_size=most > 1))
@@ -281,7 +279,7 @@ def _ngrams(asked: Asked, rounds: RoundOptions) -> NgramConfig:
         suppressed_token_ids=asked.suppressed_token_ids,
         min_breadth=args.speculative_ngram_min_bfs_breadth,
         corpus_budget=args.speculative_ngram_external_sam_budget or None,
-        corpus=corpus_from_flags(args, asked.model, asked.reads_corpus),
+        corpus=corpus_from_flags(args, asked.model, not asked.only_checks),
     )
 
 
