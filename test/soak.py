@@ -1,10 +1,11 @@
 """Rounds of the storm until there have been a million requests, in as many sittings as it takes.
 
     python test/soak.py --ledger soak.json --seconds 3600     # goes on where the ledger ends
-    python test/storm.py --seed 12345 --rounds 1              # a round again that the ledger names
+    python test/storm.py --seed 12345 --rounds 1 --crowds     # a round again that the ledger names
 
 Each round is one of `test/storm.py`: every drafter, sampling parameter, grammar, abort, pause,
-update and forced retraction, with small pools and pages of several sizes. The ledger, a JSON file,
+update and forced retraction, with small pools and pages of several sizes. Rounds of odd seeds are
+crowds: hundreds of requests, up to 64 in a step. The ledger, a JSON file,
 counts them, names the seeds of rounds that failed, and has a line for each sitting: commit, time,
 memory and open files. It is written after every round.
 """
@@ -32,7 +33,16 @@ from storm_parts import TinyModels
 
 ALL_REQUESTS = 1_000_000
 FIRST_SEED = 1_000_000
-KINDS = ("requests", "tokens", "near-ties", "retractions", "abort", "rounds with a head", "updates")
+KINDS = (
+    "requests",
+    "requests in crowds",
+    "tokens",
+    "near-ties",
+    "retractions",
+    "abort",
+    "rounds with a head",
+    "updates",
+)
 
 
 def open_ledger(path: Path, commit: str, first_seed: int = FIRST_SEED) -> Ledger:
@@ -51,9 +61,9 @@ def run(ledger: Ledger, models: TinyModels, num_requests: int, seconds: float) -
     end_s, was_told = time.monotonic() + seconds, False
     bar = tqdm(total=num_requests, initial=ledger.total, unit="request", desc="soak")
     while ledger.total < num_requests and time.monotonic() < end_s:
-        seen, failure = Counter[str](), None
+        seen, failure, seed = Counter[str](), None, int(ledger.found["next_seed"])
         try:
-            seen = run_rounds(models, ledger.found["next_seed"], 0.0, 1, 1)
+            seen = run_rounds(models, seed, 0.0, 1, 1, crowds=seed % 2 == 1)
         except StormFailure as error:  # the ledger names the round, and the others go on
             failure = str(error)
             bar.write(failure)

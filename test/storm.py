@@ -45,6 +45,7 @@ def run_rounds(
     max_rounds: int | None = None,
     heads_only: bool = False,
     num_swaps: int = 0,
+    crowds: bool = False,
     show: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
     """Rounds of consecutive seeds until the time is up, or of those whose rounds have a draft head;
@@ -52,6 +53,7 @@ def run_rounds(
 
     Args:
         num_swaps: go on until the weights of heads have changed so often; 0: they never do.
+        crowds: rounds of hundreds of requests.
 
     Raises:
         StormFailure: naming the seed of the round.
@@ -66,11 +68,12 @@ def run_rounds(
             return seen
         try:
             with jumping_tiers():
-                seen += Round(seed, models, num_swaps > 0).run_round()
+                seen += Round(seed, models, num_swaps > 0, crowds).run_round()
         except Exception as error:
             swaps = f" --swaps {num_swaps}" if num_swaps else ""
             ranks = f" --tp-size {models.num_ranks}" if models.num_ranks > 1 else ""
-            command = f"python test/storm.py --seed {seed} --rounds 1{swaps}{ranks}"
+            crowd = " --crowds" if crowds else ""
+            command = f"python test/storm.py --seed {seed} --rounds 1{swaps}{ranks}{crowd}"
             raise StormFailure(f"{type(error).__name__}: {error}\nAgain: {command}") from error
         seen["rounds"] += 1
         if now - last > 10:
@@ -93,6 +96,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="this many instead of a time")
     parser.add_argument("--heads", action="store_true", help="only rounds with a draft head")
     parser.add_argument("--swaps", type=int, default=0, help="changes of heads' weights")
+    parser.add_argument("--crowds", action="store_true", help="rounds of hundreds of requests")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that hold each model, 1 or 2")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -110,6 +114,7 @@ def main() -> int:
                 args.rounds,
                 args.heads or args.swaps > 0,
                 args.swaps,
+                args.crowds,
                 print,
             )
         except StormFailure:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 from drafter_checks import DraftCounter, make_drafter_runners
 from jumping_tier import JumpingTier
-from oracle import first_divergence
 from sglang.srt.control import weight_control
 from sglang.srt.managers.scheduler import SchedulerDebug
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
@@ -54,6 +55,7 @@ from utils import (
 MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
 CONTEXT_LENS = (60, 200)
 HEAD_SHARE = 0.3  # of rounds
+CROWDS = (150, 300, 600)  # requests of a round
 SWAP_SHARE = 0.3  # of turns, where heads are swapped
 TOKENIZER = Tokenizer(
     lambda text, special: [],
@@ -83,10 +85,18 @@ class Asleep(Exception):
 
 
 class Round(SchedulerHarness):
-    """One seeded program of requests and calls against one scheduler."""
+    """One seeded program of requests and calls against one scheduler.
 
-    def __init__(self, seed: int, models: TinyModels, swaps_heads: bool = False) -> None:
+    Args:
+        swaps_heads: the weights of heads change meanwhile.
+        is_crowd: steps have up to 64 requests of some hundred, instead of 8 of 30.
+    """
+
+    def __init__(
+        self, seed: int, models: TinyModels, swaps_heads: bool = False, is_crowd: bool = False
+    ) -> None:
         self.random = random.Random(seed)
+        self._crowd = random.Random(f"crowd {seed}") if is_crowd else None
         self._heads: list[bytes] = []
         self._equal: EqualSteps | None = None
         self._swaps = random.Random(f"swaps {seed}") if swaps_heads else None
@@ -136,6 +146,11 @@ class Round(SchedulerHarness):
         self._most_at_once = choose([1, 3, 10, 100])
         self._arrival_rate = choose([0.1, 0.3, 0.9])
         self._haste = choose([0.1, 0.5, 1.0])
+        if self._crowd is not None:
+            self._num_requests = self._crowd.choice(CROWDS)
+            self._most_at_once = 2 * setup.max_running_requests
+            self._arrival_rate = self._crowd.choice([0.9, 0.97])
+            self._haste = self._crowd.choice([0.02, 0.1])
 
     def _without_head(self, models: Checkpoints) -> Parts:
         choose = self.random.choice
@@ -187,7 +202,7 @@ class Round(SchedulerHarness):
         splits = choose([True, True, True, True, False])
         chunk = choose([3, 16, 16, 64, 2048]) if splits else context_len
         varies = splits and choose([True, False])
-        return Setup(
+        setup = Setup(
             page_size=page_size,
             num_pages=-(-num_tokens // page_size),
             use_radix_cache=choose([True, True, True, False]),
@@ -206,6 +221,19 @@ class Round(SchedulerHarness):
             stream_interval=choose([1, 1, 4]),
             context_len=context_len,
             max_decode_rows=max_rows,
+        )
+        if self._crowd is None:
+            return setup
+        choose = self._crowd.choice
+        chunk = choose([64, 256, 2048]) if splits else context_len
+        return replace(
+            setup,
+            num_pages=choose([1000, 4000, 8000]) // page_size,
+            max_running_requests=choose([16, 32, 64]),
+            max_queued_requests=choose([100, None]),
+            chunked_prefill_size=chunk,
+            make_budget=partial(RandomBudget, chunk) if varies else None,
+            retract_interval=choose([0, 0, 0, 3, 8]),
         )
 
     # ------------------------------------------------------------ the program
@@ -355,6 +383,8 @@ class Round(SchedulerHarness):
         checker = self.scheduler.checker
         require(checker.num_violations == checker.num_repairs == 0, "the ledger was repaired")
         seen: Counter[str] = Counter(turns=self.num_steps, requests=len(self.jobs))
+        seen["requests in crowds"] = len(self.jobs) if self._crowd is not None else 0
+        self._check_cached()
         for job in self.jobs.values():
             seen += self._check_job(job)
         for call in self.calls.values():
@@ -376,21 +406,26 @@ class Round(SchedulerHarness):
 
     def _check_job(self, job: Job) -> Counter[str]:
         try:
-            self._check_cached(job)
             return check_request(job, self.outputs[job.request.req_id], self.setup.eos_token_ids)
         except AssertionError as error:
             raise StormFailure(f"{error}\n{job.request}\n{job.labels}") from error
 
-    def _check_cached(self, job: Job) -> None:
-        """No more was cached than a request with the same key had computed."""
-        request = job.request
-        longest = 0
-        for other in self.jobs.values():
-            if other is not job and other.request.cache_key == request.cache_key:
-                known = other.request.input_ids + self.outputs[other.request.req_id].token_ids
-                longest = max(longest, first_divergence(known, request.input_ids))
-        cached = self.outputs[request.req_id].cached_tokens
-        require(cached <= longest, f"{cached} cached tokens where nobody had more than {longest}")
+    def _check_cached(self) -> None:
+        """No more was cached than another request with the same key had computed."""
+        known = defaultdict[str | None, list[list[int]]](list)
+        requests = [job.request for job in self.jobs.values()]
+        for request in requests:
+            tokens = self.outputs[request.req_id].token_ids
+            known[request.cache_key].append(request.input_ids + tokens)
+        for texts in known.values():
+            texts.sort()
+        for request in requests:
+            cached, texts = self.outputs[request.req_id].cached_tokens, known[request.cache_key]
+            prefix = request.input_ids[:cached]
+            first = bisect_left(texts, prefix)  # texts with this prefix follow each other
+            having = [text for text in texts[first : first + 2] if text[:cached] == prefix]
+            told = f"{cached} cached tokens, which no other request had: {request}"
+            require(cached == 0 or len(having) == 2, told)
 
 
 def _make_stop_finder(params: SamplingParams, input_ids: list[int]) -> StopFinder:
