@@ -391,10 +391,7 @@ def storm_over_http(
 
 def drafter_flags() -> dict[str, list[str]]:
     """The flags of a server by its drafter."""
-    return {"masks": []} | {
-        name: Target({"speculative_algorithm": name, **flags}).command_line()
-        for name, flags in DEMO.drafters.items()
-    }
+    return {"masks": []} | {name: Target(flags).command_line() for name, flags in DEMO.ways.items()}
 
 
 def main() -> int:

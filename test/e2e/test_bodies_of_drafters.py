@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from bodies import DEMO, compare_drafters
+from bodies import DEMO, Share, compare_ways
 
 pytestmark = pytest.mark.long_matrix
 
 
 def test_answers_do_not_depend_on_the_drafter() -> None:
-    model = replace(DEMO, drafters={"EAGLE3": DEMO.drafters["EAGLE3"]})
-    assert compare_drafters(model, 0, 0.0, num_bodies=12) == {"MTP": 12, "EAGLE3": 12}
+    model = replace(DEMO, ways={"EAGLE3": DEMO.ways["EAGLE3"]})
+    found = compare_ways(model, 0, Share(num_bodies=12, num_batches=1))
+    assert found.differing == []
+    assert found.by_way == {"plain, once more": 12, "MTP": 12, "EAGLE3": 12}

@@ -11,7 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from interrupted_calls import rid_of
 from sglang.srt.entrypoints.engine import Engine
+
+Answer = list[dict[str, Any]]  # of one body, an entry per sample
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -21,7 +24,6 @@ TEXTS = (
     "x",
     "class A:\n    def __init__(self, name):\n        self.name = name\n" * 3,
 )
-MAX_LOGPROB_GAP = 1e-3
 GRAMMARS = {"regex", "json_schema"}
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -117,9 +119,13 @@ def with_choices(bodies: list[dict[str, Any]], seed: int) -> list[dict[str, Any]
     ]
 
 
-def answers(engine: Engine, bodies: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Returns what each body gets, one entry per sample."""
-    found: list[list[dict[str, Any]]] = [[] for _ in bodies]
+def answers(engine: Engine, bodies: list[dict[str, Any]], seed: int | None = None) -> list[Answer]:
+    """Returns what each body gets.
+
+    Args:
+        seed: of rids, by which some of the bodies with one sample may be aborted; None: none may.
+    """
+    found: list[Answer] = [[] for _ in bodies]
     for num_samples in (1, 2):
         places = [
             place
@@ -128,11 +134,13 @@ def answers(engine: Engine, bodies: list[dict[str, Any]]) -> list[list[dict[str,
         ]
         if not places:
             continue
+        may_abort = seed is not None and num_samples == 1
         results = engine.generate(
             prompt=[bodies[place]["text"] for place in places],
             sampling_params=[bodies[place]["sampling_params"] for place in places],
             return_logprob=True,
             return_prompt_token_ids=True,
+            rid=[rid_of(seed, place) for place in places] if may_abort else None,
         )
         for index, result in enumerate(results):
             found[places[index // num_samples]].append(_seen(result))
@@ -148,18 +156,24 @@ def _seen(result: dict[str, Any]) -> dict[str, Any]:
         "finish_reason": meta["finish_reason"],
         "prompt_tokens": meta["prompt_tokens"],
         "completion_tokens": meta["completion_tokens"],
-        "logprobs": [round(entry[0], 4) for entry in meta["output_token_logprobs"]],
+        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
     }
 
 
-def agree(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
-    """Tells whether two answers are the same, log-probabilities within what the order of sums
-    changes in float32."""
+def agree(mine: Answer, theirs: Answer, max_gap: float) -> bool:
+    """Tells whether two answers are the same, but that the second one may end early by an abort.
+
+    Args:
+        max_gap: between log-probabilities.
+    """
     for one, other in zip(mine, theirs, strict=True):
+        if other["finish_reason"]["type"] == "abort":
+            count = len(other["output_ids"])
+            one = {**other, **{name: one[name][:count] for name in ("output_ids", "logprobs")}}
         if {**one, "logprobs": None} != {**other, "logprobs": None}:
             return False
         pairs = zip(one["logprobs"], other["logprobs"], strict=True)
-        if any(abs(first - second) > MAX_LOGPROB_GAP for first, second in pairs):
+        if any(abs(first - second) > max_gap for first, second in pairs):
             return False
     return True
 
