@@ -232,7 +232,7 @@ def steps(
         return request, chooser.randint(0, most - count), count
 
     every = list(range(num_requests))
-    for count in (1, 2, num_requests):
+    for count in sorted({1, num_requests // 2, num_requests}):
         requests = chooser.sample(every, count)
         decodes = [part(request, 1) for request in requests]
         yield f"decodes {decodes}", decodes, None, []
@@ -276,7 +276,7 @@ SMALL = {
     "experts": experts(4, 2, 32, 32),
 }
 SMALL_COUNTS = (1, 2, 16, 17, 33, 65, 70)
-SMALL_ATTENTION: dict[str, int | None] = {"attention": None, "attention in a window": 45}
+SMALL_ATTENTION: dict[str, int | None] = {"attention": None, "attention in a window": 30}
 DEFAULT_BACKEND, PARTS = "attention by default", "parts of positions"
 
 
@@ -310,7 +310,7 @@ def main(_: str) -> None:
     backends = dict.fromkeys(SMALL_ATTENTION, ROW_INDEPENDENT) | {DEFAULT_BACKEND: "triton"}
     for name, backend in asked(backends).items():
         window = SMALL_ATTENTION.get(name)
-        attended = Attended("cpu", torch.float32, 3, 90, window=window, backend=backend)
+        attended = Attended("cpu", torch.float32, 3, 60, window=window, backend=backend)
         print(json.dumps([name, attention_differences(attended, 3, 8, (0,))]), flush=True)
     print(json.dumps([PARTS, float(wrong_parts("cpu"))]), flush=True)
 
