@@ -189,7 +189,7 @@ class LoadAwareMasks(LengthPolicy):
                 found = self._survival[kind].runs(self._max_k, off)
                 runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
             for place in range(len(totals)):
-                length = request.length(1 + place)
+                length = min(request.k, 1 + place) if request.is_adjustable else request.k
                 totals[place] += count * (length if kind is None else runs[kind][length - 1])
         return totals
 
