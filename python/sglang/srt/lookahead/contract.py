@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -22,13 +21,6 @@ from sglang.srt.step.forward_inputs import NO_TOKEN
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
-
-
-class Stakes(NamedTuple):
-    """A length policy's bet on a step."""
-
-    owed_ms: float  # the step's price beyond the plain one, as far as it is not paid yet
-    token_ms: float  # worth of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +31,10 @@ class Budget:
     limit: int
     # Rows that a packed step has room for, also for prompts; None: for all that may be fed.
     num_rows: int | None = None
-    stakes: Stakes | None = None  # comes back with the outcome; None: the policy needs none
+    # The policy's bet on the step, which comes back with the outcome: what the step costs beyond a
+    # plain one, as far as it is not paid yet, and what a token is worth.
+    owed_ms: float = 0.0
+    token_ms: float = 0.0
     settled: int = 0  # drafts of steps as they come, for people; this step may try others
     # The drafter's model may be left out of a step without drafts: none come for some time.
     rests: bool = False

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from sglang.srt.lookahead.adaptive_config import AdaptiveConfig, AdaptiveSlot, read_adaptive_config
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import PolicyParts
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
@@ -116,12 +116,10 @@ class AdaptiveSpeculativeParams:
         return state.steps != before
 
 
-class AdaptiveController(AdaptiveSpeculativeParams):
+class AdaptiveController(AdaptiveSpeculativeParams, LengthPolicy):
     """The tier policy of `--speculative-adaptive-strategy ema`, by the sizes to which batches are
     padded. A round keeps the tier that it was drafted with: a new one counts from the next draft
     on."""
-
-    needs_prices = reads_matches = may_rest = False
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:

@@ -37,10 +37,10 @@ class LengthPolicy(Protocol):
     and verified in the next one.
     """
 
-    needs_prices: ClassVar[bool]  # goes by prices, which are then measured at start-up
-    reads_matches: ClassVar[bool]  # kinds of requests name the matches of drafts (`Kind.match`)
-    may_rest: ClassVar[bool]  # `Budget.rests` may ever be so
-    settled: int  # see `Budget.settled`; before the first step too
+    needs_prices: ClassVar[bool] = False  # goes by prices, which are then measured at start-up
+    reads_matches: ClassVar[bool] = False  # kinds of requests name matches (`Kind.match`)
+    may_rest: ClassVar[bool] = False  # `Budget.rests` may ever be so
+    settled: int = 0  # see `Budget.settled`; before the first step too
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -55,10 +55,8 @@ class LengthPolicy(Protocol):
         """Learns from a step that has been read. Called for each step, in the order of launches."""
 
 
-class FixedLength:
+class FixedLength(LengthPolicy):
     """Every request looks ahead as far as it wishes."""
-
-    needs_prices = reads_matches = may_rest = False
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -69,9 +67,6 @@ class FixedLength:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         return Budget(upcoming.longest, settled=self.settled)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """Learns nothing."""
 
 
 class TrialAllowance:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts, TrialAllowance
 from sglang.srt.lookahead.prompt_mix import PromptMix
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.stretches import Stretches
@@ -22,7 +22,7 @@ REST_AFTER = 16  # steps in a row without drafts
 CONTEXT_STEPS = 24
 
 
-class LoadAwareDrafts:
+class LoadAwareDrafts(LengthPolicy):
     """The tier that gives most tokens per millisecond, by what was confirmed lately (`Stretches`)
     and by the prices of rounds.
 
@@ -42,7 +42,6 @@ class LoadAwareDrafts:
     """
 
     needs_prices = may_rest = True
-    reads_matches = False
     least_gain = LEAST_GAIN
 
     @staticmethod
@@ -67,7 +66,6 @@ class LoadAwareDrafts:
         self._rest = RestRule()
         self._costs = dict[int, Mapping[int, float]]()  # by requests, padded
         self._age = 0  # of the costs, in steps
-        self.settled = 0
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self._prompts.plan(upcoming)

@@ -18,8 +18,8 @@ from sglang.srt.lookahead.acceptance_estimate import (
     share_with_drafts,
     with_draftless_steps,
 )
-from sglang.srt.lookahead.contract import Budget, Stakes
-from sglang.srt.lookahead.length_policy import PolicyParts, TrialAllowance
+from sglang.srt.lookahead.contract import Budget
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts, TrialAllowance
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import StepShape
@@ -37,29 +37,24 @@ class _Options:
 
     A token is worth the time that the same requests need for one when no prompt is there: a step
     with prompts is long whatever is predicted in it.
-
-    Attributes:
-        low_ms: the least that each probably gains, with tokens worth what they cost in plain steps:
-            does it beat plain decoding?
-        mean_ms, high_ms: the expected gain and the most, with tokens worth what they cost at the
-            best limit: which one is best, and which one might be?
-        costs_ms: prices of a step at each, while steps are alike.
-        token_ms: what a token costs in plain steps.
-        decode_ms: price of the step at limit 1 without its prompts.
-        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; tolerance of the trial budget for
-            short-run bad luck.
     """
 
+    # The least that each probably gains, with tokens worth what they cost in plain steps: does it
+    # beat plain decoding?
     low_ms: list[float]
+    # The expected gain and the most, with tokens worth what they cost at the best limit: which one
+    # is best, and which one might be?
     mean_ms: list[float]
     high_ms: list[float]
-    costs_ms: list[float]
-    token_ms: float
-    decode_ms: float
+    costs_ms: list[float]  # prices of a step at each, while steps are alike
+    token_ms: float  # what a token costs in plain steps
+    decode_ms: float  # price of the step at limit 1 without its prompts
+    # LUCK_STEPS * decode_ms / adjustable requests; tolerance of the trial budget for short-run bad
+    # luck.
     luck_ms: float
 
 
-class LoadAwareMasks:
+class LoadAwareMasks(LengthPolicy):
     """Looks ahead where that surely pays, and otherwise tries it within a small budget.
 
     A limit pays if the tokens that it brings at least, by what was accepted lately, are worth more
@@ -82,8 +77,6 @@ class LoadAwareMasks:
     """
 
     needs_prices = True
-    reads_matches = may_rest = False
-    settled = 0
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -109,21 +102,19 @@ class LoadAwareMasks:
         if limit > 1 or not upcoming.is_plain:
             plain = upcoming.current_shape(1, self._share_with_drafts, is_steady=True)
             extra_ms = self._prices.price_ms(shape) - self._prices.price_ms(plain)
-        stakes = Stakes(extra_ms, options.token_ms)
+        owed_ms, token_ms = extra_ms, options.token_ms
         if not is_sure:
             self._budget.add(-extra_ms)
-            stakes = Stakes(0.0, options.token_ms / 2)
+            owed_ms, token_ms = 0.0, token_ms / 2
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._survival[kind].forget(limit)
         num_rows = self._num_rows(upcoming, limit, shape) if upcoming.is_packed else None
-        return Budget(limit, num_rows, stakes)
+        return Budget(limit, num_rows, owed_ms, token_ms)
 
     def observe(self, outcome: StepOutcome) -> None:
-        if outcome.plan.budget is None:
+        budget, gained = outcome.plan.budget, 0
+        if budget is None:
             return
-        stakes = outcome.plan.budget.stakes
-        assert stakes is not None, "The policy gave it."
-        gained = 0
         tried_and_taken = outcome.num_tried, outcome.num_accepted
         alike = Counter(zip(outcome.kinds, outcome.is_adjustable, *tried_and_taken, strict=True))
         for (kind, is_adjustable, tried, taken), count in alike.items():
@@ -132,7 +123,7 @@ class LoadAwareMasks:
             gained += count * (taken - 1) * is_adjustable
             if kind is not None:
                 self._survival[kind].record(tried, taken, count)
-        self._budget.add(gained * stakes.token_ms - stakes.owed_ms)
+        self._budget.add(gained * budget.token_ms - budget.owed_ms)
 
     def _limit(self, options: _Options) -> tuple[int, bool]:
         """Returns the limit that pays most or may be tried, and whether it surely pays."""
@@ -198,7 +189,7 @@ class LoadAwareMasks:
                 found = self._survival[kind].runs(self._max_k, off)
                 runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
             for place in range(len(totals)):
-                length = request.length(1 + place)
+                length = min(request.k, 1 + place) if request.is_adjustable else request.k
                 totals[place] += count * (length if kind is None else runs[kind][length - 1])
         return totals
 

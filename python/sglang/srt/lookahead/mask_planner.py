@@ -19,53 +19,36 @@ from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """The settings of the drafter.
+    """The settings of the drafter."""
 
-    Attributes:
-        mask_token_id: fed by look-ahead rows; never emitted.
-        max_k: tokens that a request may predict per step, at most.
-        limits_unverified: the length policy also shortens unverified requests, whose output
-            depends on k.
-        trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
-            to the longest possible one: for devices where looking costs nothing.
-        packs_rows: where the length policy grants a step fewer rows than requests may need, the
-            device divides them by what is pending then; for attention backends that learn lengths
-            there. If not, each request has the most rows that it may need.
-        length_policy: a name in `LENGTH_POLICIES` (registry.py).
-        bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
-            one row do; the first such step logs a warning.
-    """
-
-    mask_token_id: int
-    max_k: int
+    mask_token_id: int  # fed by look-ahead rows; never emitted
+    max_k: int  # tokens that a request may predict per step, at most
+    # The length policy also shortens unverified requests, whose output depends on k.
     limits_unverified: bool = False
+    # Look at how many tokens are pending and pad to the longest run of the batch, not to the
+    # longest possible one: for devices where looking costs nothing.
     trims_rows: bool = False
+    # Where the length policy grants a step fewer rows than requests may need, the device divides
+    # them by what is pending then; for attention backends that learn lengths there. If not, each
+    # request has the most rows that it may need.
     packs_rows: bool = False
-    length_policy: str = "fixed"
+    length_policy: str = "fixed"  # a name in `LENGTH_POLICIES` (registry.py)
+    # Steps of several rows per request replay no captured graph, though steps of one row do; the
+    # first such step logs a warning.
     bypasses_graphs: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """The request of a row.
+    """The request of a row."""
 
-    Attributes:
-        k: tokens that it predicts per step, at most.
-        tau: threshold; 0 for static k.
-        confirms: see `StepCounts.emits_only_confirmed`.
-        is_adjustable: the length policy may choose a smaller k.
-        bound: most that can be pending after all launched steps.
-        pending: tokens pending after the last step that was read.
-        kind: None where each step accepts as many tokens as it predicts.
-    """
-
-    k: int = 1
-    tau: float = 0.0
-    confirms: bool = True
-    is_adjustable: bool = True
-    bound: int = 1
-    pending: int = 1
-    kind: Kind | None = None
+    k: int = 1  # tokens that it predicts per step, at most
+    tau: float = 0.0  # threshold; 0 for static k
+    confirms: bool = True  # see `StepCounts.emits_only_confirmed`
+    is_adjustable: bool = True  # the length policy may choose a smaller k
+    kind: Kind | None = None  # None where each step accepts as many tokens as it predicts
+    bound: int = 1  # most that can be pending after all launched steps
+    pending: int = 1  # tokens pending after the last step that was read
 
 
 class MaskPlanner(Planner):

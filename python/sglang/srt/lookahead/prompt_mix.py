@@ -95,22 +95,17 @@ class PromptMix:
         return StepCase(num_reqs, upcoming.kv_tokens, found, num_plain)
 
 
-_LOG_FACTORIALS = [math.lgamma(n + 1) for n in range(256)]
-
-
 def _numbers(mean: float) -> list[tuple[float, float]]:
     """Poisson numbers of this mean, each with its chance: the likely ones, or MAX_NUMBERS between
     them that are as far apart. Their mean is about the same."""
     off = SPREAD * math.sqrt(mean)
     least, end = max(0, math.floor(mean - off)), math.ceil(mean + off) + 1
     stride, found = -(-(end - least) // MAX_NUMBERS), list[tuple[float, float]]()
-    log_mean, exp, logs, total = math.log(mean), math.exp, _LOG_FACTORIALS, 0.0
-    while len(logs) < end:
-        logs.append(math.lgamma(len(logs) + 1))
+    log_mean, total = math.log(mean), 0.0
     for first in range(least, end, stride):
         weight = moment = 0.0
         for number in range(first, min(first + stride, end)):
-            chance = exp(number * log_mean - mean - logs[number])
+            chance = math.exp(number * log_mean - mean - math.lgamma(number + 1))
             weight += chance
             moment += chance * number
         total += weight

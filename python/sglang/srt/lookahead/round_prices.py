@@ -62,13 +62,10 @@ class MeasuredRoundPrices:
     num_free: int = 1  # drafts of a chain from the head's pass over the rows of the target
 
     def __post_init__(self) -> None:
+        self.spread = self.target.spread
         self.prompt_row_ms = self.target.least_row_ms  # what a row of a prompt costs elsewhere
         self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._feed = lru_cache(maxsize=MAX_COSTS)(partial(self._of_rows, self.head.extend))
-
-    @property
-    def spread(self) -> float:
-        return self.target.spread
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         total_ms = 0.0
@@ -81,7 +78,7 @@ class MeasuredRoundPrices:
         num_reqs, kv_tokens, _, num_plain = upcoming
         num_rows = num_reqs + (num_reqs - num_plain) * num_drafts
         cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-        whole_ms = cost.rows_ms + cost.kv_ms * kv_tokens
+        whole_ms = cost.at(kv_tokens)
         return whole_ms - (prompt_rows and self.prompts_ms(prompt_rows, num_rows, whole_ms))
 
     def feed_ms(self, upcoming: StepCase) -> float:

@@ -27,10 +27,6 @@ class EmittingRequest(NamedTuple):
     is_adjustable: bool = True  # the policy may choose a smaller k
     pending: int = 1  # tokens to feed before any mask, at most; 0 if they end its prompt
 
-    def length(self, limit: int) -> int:
-        """Returns the tokens to predict under a limit."""
-        return min(self.k, limit) if self.is_adjustable else self.k
-
 
 @dataclass(frozen=True)
 class UpcomingStep:
