@@ -6,7 +6,7 @@
     look-ahead  multi-token prediction and TileSpec, whose texts decide what is accepted
 
 The first three have random weights in the geometry of Llama-3.1-8B. The last has the bundled model
-and its EAGLE-3 head in that geometry (`inflate.py`, `inflate_head.py`): two Engines, then three.
+and its EAGLE-3 head in that geometry (`inflate.py`): two Engines, then three.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from typing import Any
 
 import sglang
 from benchmark import eagle_rounds, http_load
-from benchmark.drafters import drafter_flags
 from benchmark.engine_load import Budget, batch_wall_s
 from benchmark.experiments import LOAD_AWARE, MTP_WAYS, PLAIN, TILE_SPEC_WAYS, VERIFIED
 from benchmark.measure import long_prompts, startup
-from benchmark.mtp_model import code_prompts, engine_flags, make_mtp_parser, model_path_of
+from benchmark.mtp_model import (
+    code_prompts,
+    drafter_flags,
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+)
 from benchmark.paired import (
     Interval,
     Pair,

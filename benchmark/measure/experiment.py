@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import sglang
 from benchmark.command import RESULTS
-from benchmark.drafters import DEFAULT_DRAFT_GEOMETRY, HEADS, drafter_flags
 from benchmark.engine_load import AsyncEngine, Budget
 from benchmark.environment import describe_environment
 from benchmark.experiments import EXPERIMENTS, Experiment, Text
 from benchmark.mtp_model import (
+    DEFAULT_DRAFT_GEOMETRY,
+    HEADS,
     code_prompts,
+    drafter_flags,
     engine_flags,
     make_mtp_parser,
     model_path_of,

@@ -16,9 +16,9 @@ from typing import Any
 
 import sglang
 from benchmark.command import make_parser, store
-from benchmark.drafters import HEADS, STANDALONE
 from benchmark.environment import describe_environment
 from benchmark.held_out import held_out_prompts
+from benchmark.mtp_model import HEADS, STANDALONE
 from sglang.srt.model_config import resolve_model_path
 
 MODEL, SEED = "demo", 0

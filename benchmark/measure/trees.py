@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.command import store
-from benchmark.drafters import drafter_flags
 from benchmark.engine_load import Budget
 from benchmark.environment import ROOT, describe_environment, measured_commit
 from benchmark.experiments import EXPERIMENTS
 from benchmark.measure.experiment import parse as parse_experiment
-from benchmark.mtp_model import code_prompts, engine_flags, model_path_of, settings
+from benchmark.mtp_model import code_prompts, drafter_flags, engine_flags, model_path_of, settings
 from benchmark.paired import Figures, Pair, Paired, measure_rounds, print_ratios
 from benchmark.ways import EngineWay
 
