@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 SINGLE_RUNS = ("runs", "rounds_ms", "times_ms")  # of a row, beside their median
 RESULTS = Path(__file__).parent / "results"
-Item = TypeVar("Item")
+Item, Key = TypeVar("Item"), TypeVar("Key")
 
 
 def make_parser(doc: str | None, result_name: str) -> argparse.ArgumentParser:
@@ -49,6 +49,15 @@ def print_rows(rows: Iterable[dict[str, Any]]) -> None:
 def in_turn(items: Iterable[Item], number: int) -> list[Item]:
     """Returns the items in the order of round `number`: forwards if it is even, else backwards."""
     return list(items)[:: -1 if number % 2 else 1]
+
+
+def take_turns(works: Mapping[Key, Callable[[], Item]], num_rounds: int) -> dict[Key, list[Item]]:
+    """Runs each work once a round, and gives what it returned round by round."""
+    found: dict[Key, list[Item]] = {name: [] for name in works}
+    for number in range(num_rounds):
+        for name in in_turn(works, number):
+            found[name].append(works[name]())
+    return found
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -26,11 +26,12 @@ from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import GEOMETRY, GPU_OF_GOALS, HEADLINE
 from benchmark.gpu_load import sample_gpu
+from benchmark.one_batch import DECODE_INPUT_LEN
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.srt.server_args import ServerArgs
 
 CONTEXT_LEN = 32768
-DECODE_INPUT_LEN, DECODE_OUTPUT_LEN = 128, 256
+DECODE_OUTPUT_LEN = 256
 WARM_PROMPT_TOKENS, WARM_OUTPUT_LEN = 1 << 16, 8
 APART = 0.01
 WITH_HELP = "more fields of ServerArgs, as quantization=fp8 max_step_ms=20"
