@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import sglang
-from benchmark import eagle_rounds, http_load
-from benchmark.engine_load import Budget, batch_wall_s
+from benchmark import http_load
+from benchmark.engine_load import Budget, batch_wall_s, random_prompts
 from benchmark.experiments import LOAD_AWARE, MTP_WAYS, PLAIN, TILE_SPEC_WAYS, VERIFIED
 from benchmark.measure import long_prompts, startup
 from benchmark.mtp_model import (
@@ -44,13 +46,17 @@ from benchmark.paired import (
     measure_rounds,
     print_ratios,
 )
-from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_head, random_model
 from benchmark.server_process import running_server
 from benchmark.ways import EngineWay, start_engines
 
 START_LIMIT_S = 240.0
 LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
 REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
+NUM_STEPS, ACCEPT_LEN = 3, 3.0  # of EAGLE; tokens of a round on average, the model's own counted
+EAGLE_INPUT_LEN, EAGLE_OUTPUT_LEN = 128, 256
+EAGLE_LOAD = (512, 512, 128)  # prompts, tokens in, tokens out
+SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
 LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 390.0, 250.0, 15  # of the part; until TileSpec's turn
 LOADS = (1, 8, 64, 128)  # requests at once; the last of multi-token prediction alone
@@ -182,18 +188,46 @@ def measure_server(setting: Setting) -> Found:
 
 
 def measure_eagle(setting: Setting) -> Found:
-    """Milliseconds of a round by batch size, and a full load; see `eagle_rounds`."""
+    """Milliseconds of a round of EAGLE by batch size, and tokens per second of a full load.
+
+    A head of one layer that shares the target's output head drafts in a chain. How many drafts are
+    accepted is pinned, since random weights agree in nothing. A round is
+    (wall(256 new tokens) - wall(1 new token)) / rounds.
+    """
     sizes = (1, 2) if setting.is_trial else (1, 8, 32, 64, 128)
-    has_load = not setting.is_trial
-    round_ms, load_tok_s = eagle_rounds.measure(setting.geometry, sizes, REPEATS, has_load)
-    figures = [Figure.of_runs(f"EAGLE, {size}", "ms/round", ms) for size, ms in round_ms.items()]
-    if has_load:
-        figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", load_tok_s))
-    return {
-        "figures": figures,
-        "num_steps": eagle_rounds.NUM_STEPS,
-        "accept_length": eagle_rounds.ACCEPT_LEN,
-    }
+    seeds = itertools.count()
+    with (
+        mock.patch.dict(os.environ, {SIMULATED: str(ACCEPT_LEN)}),
+        random_model(setting.geometry) as folder,
+        random_head(folder) as head,
+        sglang.Engine(
+            **dummy_flags(folder),
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=head,
+            speculative_num_steps=NUM_STEPS,
+        ) as engine,
+    ):
+
+        def prompts(count: int, input_len: int = EAGLE_INPUT_LEN) -> list[list[int]]:
+            return random_prompts(count, input_len, setting.vocab_size, next(seeds))
+
+        params = {"temperature": 0, "max_new_tokens": EAGLE_OUTPUT_LEN, "ignore_eos": True}
+        [answer] = engine.generate(input_ids=prompts(1), sampling_params=params)
+        num_rounds, figures = int(answer["meta_info"]["spec_verify_ct"]), []
+        for size in sizes:
+            batch_wall_s(engine, prompts(size), 8)  # warms up
+            round_ms = []
+            for _ in range(REPEATS):
+                wall_s = batch_wall_s(engine, prompts(size), EAGLE_OUTPUT_LEN)
+                decoding_s = wall_s - batch_wall_s(engine, prompts(size), 1)
+                round_ms.append(decoding_s / num_rounds * 1e3)
+            print(f"EAGLE, {size} at once: {round_ms[0]:.2f} ms/round", flush=True)
+            figures.append(Figure.of_runs(f"EAGLE, {size}", "ms/round", round_ms))
+        if not setting.is_trial:
+            count, input_len, num_new = EAGLE_LOAD
+            tok_s = count * num_new / batch_wall_s(engine, prompts(count, input_len), num_new)
+            figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", [tok_s]))
+    return {"figures": figures, "num_steps": NUM_STEPS, "accept_length": ACCEPT_LEN}
 
 
 def measure_look_ahead(setting: Setting) -> Found:
@@ -300,8 +334,3 @@ PARTS: dict[str, Callable[[Setting], Found]] = {
     "eagle": measure_eagle,
     "look-ahead": measure_look_ahead,
 }
-
-
-def stored(found: Found) -> Found:
-    """Gives what a part found as it is stored."""
-    return {**found, "figures": [asdict(figure) for figure in found["figures"]]}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmark.command import medians
 from benchmark.engine_load import random_prompts
 from benchmark.sse_client import StreamClient, StreamedAnswer
 from sglang.benchmark.metrics import percentile
@@ -99,11 +99,6 @@ def summarize(answers: Sequence[StreamedAnswer], seconds: float) -> dict[str, An
         "num_tokens": num_tokens,
         "num_events": sum(len(answer.events_s) for answer in answers),
     }
-
-
-def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Summarizes each figure over the runs."""
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def measure(port: int, load: HttpLoad, vocab_size: int, seeds: Iterator[int]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import make_parser, store, write
+from benchmark.command import store, write
 from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import GEOMETRY, GPU_OF_GOALS, HEADLINE
 from benchmark.gpu_load import sample_gpu
-from benchmark.one_batch import DECODE_INPUT_LEN
+from benchmark.one_batch import DECODE_INPUT_LEN, make_random_parser
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.srt.server_args import ServerArgs
 
@@ -34,6 +34,7 @@ CONTEXT_LEN = 32768
 DECODE_OUTPUT_LEN = 256
 WARM_PROMPT_TOKENS, WARM_OUTPUT_LEN = 1 << 16, 8
 APART = 0.01
+PASSED = ("device", "attention_backend", "tp_size", "max_running_requests")  # to the server
 WITH_HELP = "more fields of ServerArgs, as quantization=fp8 max_step_ms=20"
 SECONDS, ALL_TOK_S, OUTPUT_TOK_S, STEP_MS = "s", "all tokens/s", "output tokens/s", "ms/step"
 
@@ -168,14 +169,12 @@ def table_line(row: dict[str, Any], is_judged: bool) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "long_prompts")
+    parser = make_random_parser(__doc__, "long_prompts")
     names = [case.name for case in CASES]
     add = parser.add_argument
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     add("--repeats", type=int, default=3)
-    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
-    add("--device", default="auto")
     add("--tp-size", type=int, default=1, help="the server's flag")
     add("--with", nargs="*", default=[], dest="more", metavar="NAME=VALUE", help=WITH_HELP)
     add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
@@ -201,16 +200,10 @@ def main() -> None:
     vocab_size, seeds = GEOMETRIES[arguments.geometry].vocab_size, itertools.count()
     flags = server_arguments(arguments.more)
     with random_model(arguments.geometry, CONTEXT_LEN) as folder:
-        values: dict[str, Any] = {
-            **dummy_flags(folder),
-            "device": arguments.device,
-            "tp_size": arguments.tp_size,
-            "max_running_requests": arguments.max_running_requests,
-        }
-        args = ServerArgs(**values | flags)
+        values = dummy_flags(folder) | {name: vars(arguments)[name] for name in PASSED} | flags
         rows: list[dict[str, Any]] = []
         began = time.perf_counter()
-        with sglang.Engine(args) as engine, tqdm(cases, unit="case") as bar:
+        with sglang.Engine(**values) as engine, tqdm(cases, unit="case") as bar:
             info = engine.get_server_info()
             result = {
                 **describe_environment(),
