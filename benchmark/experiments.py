@@ -34,7 +34,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
-OPTED_OUT, DETERMINISTIC = "all opted out", "deterministic"
+OPTED_OUT = "all opted out"
 MAY_ASK, ONE_ASKS, ALL_ASK = "none asks", "one asks", "all ask"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
@@ -398,15 +398,6 @@ EXPERIMENTS = {
         requests=(64, 128),
         pairs=beside_own_kind,
         asked={name: 0.95 for name in ANSWER_WAYS if "top" not in name},
-    ),
-    "deterministic": Experiment(
-        question="What do sums in fixed orders cost?",
-        ways={
-            PLAIN: EngineWay(),
-            DETERMINISTIC: EngineWay(flags={"enable_deterministic_inference": True}),
-        },
-        requests=(1, 8, 32, 128),
-        asked={DETERMINISTIC: MIN_DETERMINISTIC_OVER_PLAIN},
     ),
     "deterministic_requests": Experiment(
         question="What does one request that asks to be deterministic cost beside 127?",

@@ -12,11 +12,9 @@ and its EAGLE-3 head in that geometry (`inflate.py`): two Engines, then three.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,10 +45,10 @@ from benchmark.paired import (
     print_ratios,
 )
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_head, random_model
-from benchmark.server_process import running_server
+from benchmark.stream_ways import server_command
 from benchmark.ways import EngineWay, start_engines
 
-START_LIMIT_S = 240.0
+START_LIMIT_S, NUM_WARM = 240.0, 2
 LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
 REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
 NUM_STEPS, ACCEPT_LEN = 3, 3.0  # of EAGLE; tokens of a round on average, the model's own counted
@@ -145,7 +143,6 @@ def measure_plain(setting: Setting) -> Found:
         "attention_backend": info["resolved"]["attention_backend"],
         "kv_tokens": info["max_total_num_tokens"],
         "figures": [Figure.of_runs(row["name"], row["unit"], row["values"]) for row in rows],
-        "gpu": {row["name"]: row["gpu"] for row in rows},
     }
 
 
@@ -155,24 +152,15 @@ def measure_server(setting: Setting) -> Found:
     load = http_load.HttpLoad()
     if setting.is_trial:
         load = replace(load, clients=4, num_requests=8, input_len=8, output_len=4)
-    starts: dict[str, list[float]] = {"cold": [], "warm": []}
-    with (
-        random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
-        tempfile.TemporaryDirectory() as caches,
-    ):
-        command = http_load.server_command(folder)
-        environ = {name: f"{caches}/{place}" for name, place in startup.CACHES.items()}
-        for path in environ.values():
-            Path(path).mkdir()
-        for start in ("cold", "warm", "warm"):
-            with running_server(command, environ, START_LIMIT_S) as server:
-                asyncio.run(http_load.answer_once(server.port, 1))
-                starts[start].append(time.perf_counter() - server.start_s)
-                print(f"{start} start: {starts[start][-1]:.1f} s", flush=True)
-                if len(starts["warm"]) == 2:
-                    seeds = itertools.count()
-                    found = http_load.measure(server.port, load, setting.vocab_size, seeds)
-                server.stop()
+    seconds_of: dict[str, list[float]] = {"cold": [], "warm": []}
+    with random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder:
+        command = server_command(dummy_flags(folder) | {"log_level": None})
+        for run, server, seconds in startup.starts(command, NUM_WARM, START_LIMIT_S, num_new=1):
+            seconds_of[run].append(seconds)
+            print(f"{run} start: {seconds:.1f} s", flush=True)
+            if len(seconds_of["warm"]) == NUM_WARM:
+                seeds = itertools.count()
+                found = http_load.measure(server.port, load, setting.vocab_size, seeds)
     figures = [
         Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in found["runs"]])
         for name, unit, key in (
@@ -182,7 +170,7 @@ def measure_server(setting: Setting) -> Found:
         )
     ]
     figures += [
-        Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in starts.items()
+        Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in seconds_of.items()
     ]
     return {"figures": figures, "http": found}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from benchmark.command import medians
 from benchmark.engine_load import random_prompts
 from benchmark.sse_client import StreamClient, StreamedAnswer
 from sglang.benchmark.metrics import percentile
-from sglang.srt.model_config import resolve_model_path
 
 ALONE_OUTPUT_LEN = 16
 
@@ -116,11 +114,3 @@ def measure(port: int, load: HttpLoad, vocab_size: int, seeds: Iterator[int]) ->
     run(2, ALONE_OUTPUT_LEN, 1)
     alone = run(load.num_alone, ALONE_OUTPUT_LEN, 1)
     return {"at_once": medians(runs), "runs": runs, "alone": alone}
-
-
-def server_command(folder: str) -> list[str]:
-    """Gives the command of a server with default flags."""
-    return [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", folder),
-        *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
-    ]

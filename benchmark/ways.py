@@ -73,6 +73,17 @@ class EngineWay:
         return has_drafts and flags.get("speculative_load_aware") != "off"
 
 
+def servings(ways: Mapping[str, EngineWay]) -> list[dict[str, EngineWay]]:
+    """Groups ways that share an Engine."""
+    groups: list[dict[str, EngineWay]] = []
+    for name, way in ways.items():
+        shared = (each for each in groups if next(iter(each.values())).serving == way.serving)
+        if (group := next(shared, None)) is None:
+            groups.append(group := {})
+        group[name] = way
+    return groups
+
+
 def start_engines(
     stack: ExitStack,
     ways: Mapping[str, EngineWay],
@@ -88,10 +99,6 @@ def start_engines(
         drafter: of `drafter_flags`.
     """
     caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    first_of: dict[str, str] = {}  # the way that an Engine is started for, by way
-    for name, way in ways.items():
-        found = (other for other in first_of.values() if ways[other].serving == way.serving)
-        first_of[name] = next(found, name)
 
     def start(name: str) -> sglang.Engine:
         way = ways[name]
@@ -102,17 +109,16 @@ def start_engines(
         stack.callback(engine.shutdown)
         return engine
 
-    engines = {}
-    firsts = dict.fromkeys(first_of.values())
-    for name in (name for name in firsts if ways[name].starts_alone):
+    engines, groups = {}, {next(iter(group)): group for group in servings(ways)}
+    for name in (name for name in groups if ways[name].starts_alone):
         count = ways[name].verified_drafts
         environ = {} if count is None else {VERIFIED_DRAFTS: str(count)}
         with mock.patch.dict(os.environ, environ), replaying(ways[name].replay_errors):
             engines[name] = start(name)
-    others = [name for name in firsts if name not in engines]
+    others = [name for name in groups if name not in engines]
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         engines |= zip(others, pool.map(start, others), strict=True)
-    return {name: engines[first_of[name]] for name in ways}
+    return {name: engines[first] for first, group in groups.items() for name in group}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ One Engine with the server's default flags (radix cache on) in a large geometry 
 greedy; with --tp-size on several GPUs. Every run has fresh random prompts, so nothing is found in
 the cache but what prompts of one run share. Each case is warmed up by one run of few prompts that
 does not count; its figure is the median of the others. A decode step is
-(wall(256 new tokens) - wall(1 new token)) / 255. What is asked, and the peer, are of one H100.
+(wall(256 new tokens) - wall(1 new token)) / 255.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import sglang
 from benchmark.command import store, write
 from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
-from benchmark.goals import GEOMETRY, GPU_OF_GOALS, HEADLINE
-from benchmark.gpu_load import sample_gpu
 from benchmark.one_batch import DECODE_INPUT_LEN, make_random_parser
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.srt.server_args import ServerArgs
@@ -129,7 +127,7 @@ def measure(
     seeds: Iterator[int],
     most_repeats: int = 0,
 ) -> dict[str, Any]:
-    """Gives the figure of a case, the median of its runs, and the GPU's clock and power meanwhile.
+    """Gives the figure of a case, the median of its runs.
 
     Args:
         most_repeats: up to so many runs while they are more than APART from each other.
@@ -137,35 +135,19 @@ def measure(
     warm_up = case.warm_up()
     wall_s(warm_up.prompts(vocab_size, next(seeds)), warm_up.output_len)
     runs, figures = list[float](), list[float]()
-    with sample_gpu() as gpu:
-        while len(runs) < repeats or (len(runs) < most_repeats and _are_apart(figures)):
-            prompts = case.prompts(vocab_size, next(seeds))
-            seconds, prefill_s = wall_s(prompts, case.output_len), 0.0
-            if case.unit == STEP_MS:
-                prefill_s = wall_s(case.prompts(vocab_size, next(seeds)), 1)
-            runs.append(round(seconds, 4))
-            figures.append(case.figure(seconds, prefill_s))
-    return {
-        **asdict(case),
-        "value": statistics.median(figures),
-        "values": figures,
-        "wall_s": runs,
-        "gpu": gpu,
-    }
+    while len(runs) < repeats or (len(runs) < most_repeats and _are_apart(figures)):
+        prompts = case.prompts(vocab_size, next(seeds))
+        seconds, prefill_s = wall_s(prompts, case.output_len), 0.0
+        if case.unit == STEP_MS:
+            prefill_s = wall_s(case.prompts(vocab_size, next(seeds)), 1)
+        runs.append(round(seconds, 4))
+        figures.append(case.figure(seconds, prefill_s))
+    value = statistics.median(figures)
+    return {**asdict(case), "value": value, "values": figures, "wall_s": runs}
 
 
 def _are_apart(figures: list[float]) -> bool:
     return max(figures) > (1 + APART) * min(figures)
-
-
-def table_line(row: dict[str, Any], is_judged: bool) -> str:
-    """A row for the terminal."""
-    text = f"{row['name']:20} {row['value']:12,.3f} {row['unit']:16}"
-    goal = HEADLINE.get(row["name"])
-    if goal is None or not is_judged:
-        return text.rstrip()
-    peer = "-" if goal.peer is None else f"{goal.peer:,g}"
-    return f"{text} asked {goal.asked:>8,g}   peer {peer:>8}   ({GPU_OF_GOALS})"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -217,7 +199,6 @@ def main() -> None:
                 "flags": flags,
                 "schedule": info["resolved"]["schedule"],
                 "kv_tokens": info["max_total_num_tokens"],
-                "goals_are_of": GPU_OF_GOALS,
                 "rows": rows,
             }
 
@@ -228,10 +209,9 @@ def main() -> None:
                 bar.set_description(case.name)
                 rows.append(measure(case, wall_s, arguments.repeats, vocab_size, seeds))
                 write(arguments.out, result)
-    is_judged = (arguments.geometry, arguments.divide, arguments.tp_size) == (GEOMETRY, 1, 1)
-    is_judged = is_judged and not arguments.more
     store(arguments.out, result)
-    print("\n".join(table_line(row, is_judged) for row in rows))
+    for row in rows:
+        print(f"{row['name']:20} {row['value']:12,.3f} {row['unit']}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 Fixed prompts at k = 2 and k = 3 (static, conf_adapt and verified) through arms: overlap on and off,
 radix cache on and off, one request and eight at once; on a GPU also graphs of multi-token steps on
-and off (`--disable-mtp-cuda-graph`). Every arm is compared with the plainest one (first line of the
-table): the first three steps' input, pending and committed tokens, positions and effective k, the
+and off (`--disable-mtp-cuda-graph`). Every arm is compared with the plainest one (the first
+line): the first three steps' input, pending and committed tokens, positions and effective k, the
 whole outputs, and whether the steps after the first replayed graphs as the arm says. A difference
 is allowed where the plainest arm's choice was a near-tie, in at most 2 % of the runs. Also shown:
 how many tokens are EOS, the mask or token 0 (the symptoms of a broken graph), and the KV ledger.
@@ -30,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import store
+from benchmark.command import print_rows, store
 from benchmark.environment import describe_environment
 from sglang.srt.model_config import load_model_config
 from sglang.srt.platform import Platform
@@ -275,18 +275,14 @@ def count_symptoms(found: Findings, runs: Runs, eos: set[int], mask: int) -> Non
         found.differences.append("the mask token was emitted")
 
 
-def print_table(findings: list[Findings]) -> None:
-    width = max(len(item.name) for item in findings)
-    print(f"{'arm':{width}}  runs  equal  ties  diff    EOS   mask    id0  ledger  verdict")
-    for item in findings:
-        print(
-            f"{item.name:{width}}  {item.runs:4}  {item.equal:5}  {item.near_ties:4}"
-            f"  {len(item.differences):4}  {item.eos:.3f}  {item.mask:.3f}  {item.token_0:.3f}"
-            f"  {item.ledger:6}  {'clean' if item.is_clean else 'BROKEN'}"
-        )
-    for item in findings:
-        for difference in item.differences[:5]:
-            print(f"{item.name}: {difference}", file=sys.stderr)
+def print_findings(findings: list[Findings]) -> None:
+    print_rows(
+        {**asdict(found), "differences": len(found.differences), "is_clean": found.is_clean}
+        for found in findings
+    )
+    for found in findings:
+        for difference in found.differences[:5]:
+            print(f"{found.name}: {difference}", file=sys.stderr)
 
 
 def main() -> int:
@@ -310,7 +306,7 @@ def main() -> int:
         for arm, runs in runs_of.items():
             findings.append(judge(arm, runs, plainest, ledger, arguments))
             count_symptoms(findings[-1], runs, set(model.eos_token_ids), mask)
-    print_table(findings)
+    print_findings(findings)
     if arguments.out is not None:
         report = {
             **describe_environment(),
