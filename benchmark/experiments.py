@@ -435,7 +435,7 @@ EXPERIMENTS = {
     "http": Experiment(
         question="What does HTTP take of an Engine's streams?",
         ways={
-            "Engine": EngineWay(is_streamed=True),
+            "Engine": EngineWay(fields={"stream": True}),
             **{route: EngineWay(route=route) for route in ROUTES},
         },
         requests=(64,),

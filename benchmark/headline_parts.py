@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,10 +130,7 @@ def measure_plain(setting: Setting) -> Found:
         sglang.Engine(**dummy_flags(folder)) as engine,
     ):
         info = engine.get_server_info()
-
-        def wall_s(prompts: list[list[int]], num_new: int) -> float:
-            return batch_wall_s(engine, prompts, num_new)
-
+        wall_s = partial(batch_wall_s, engine)
         for case in cases:
             row = long_prompts.measure(
                 case, wall_s, REPEATS, setting.vocab_size, seeds, MOST_REPEATS

@@ -107,22 +107,17 @@ def plan_inflation(config: ModelConfig, target: Geometry) -> Inflation:
     if config.architecture != "LlamaForCausalLM":
         raise InflationError(f"Only a LlamaForCausalLM can be inflated, no {config.architecture}.")
     small = Geometry(**{field.name: vars(config)[field.name] for field in fields(Geometry)})
+    queries, d, big_d = small.num_heads // small.num_kv_heads, small.hidden_size, target.hidden_size
     for name, size in asdict(small).items():
         if asdict(target)[name] < size:
             raise InflationError(f"{name} must be at least {size}, that of the small model.")
     if target.head_dim != small.head_dim:
         raise InflationError(f"head_dim must stay {small.head_dim}: attention depends on it.")
-    queries = small.num_heads // small.num_kv_heads
     if target.num_heads % target.num_kv_heads or target.num_heads < queries * target.num_kv_heads:
         raise InflationError(f"num_heads must be {queries} or more times num_kv_heads.")
-    d, big_d = small.hidden_size, target.hidden_size
-    if big_d == d:
-        raise InflationError(f"hidden_size must be larger than {d}: one channel must be spare.")
     root = math.isqrt(big_d // d)
-    if root * root * d != big_d or root & (root - 1):
-        raise InflationError(
-            f"hidden_size is {big_d / d:g} times {d}, but only powers of 4 keep norm weights exact."
-        )
+    if root * root * d != big_d or root & (root - 1) or root < 2:
+        raise InflationError(f"hidden_size must be {d} times a power of 4, with a spare channel.")
     # The largest power of two that leaves half of eps or more.
     budget = config.rms_norm_eps * d
     spare = 2.0 ** math.floor(math.log2(budget / 2) / 2)

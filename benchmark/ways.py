@@ -35,7 +35,6 @@ class EngineWay:
         params: sampling parameters of its requests.
         of_one: more of them, of one request at a time.
         fields: of its requests, beside sampling parameters.
-        is_streamed: its requests ask for streams.
         route: of a server with these flags that is asked for them; None: an Engine is.
     """
 
@@ -46,7 +45,6 @@ class EngineWay:
     params: Mapping[str, Any] = field(default_factory=dict)
     of_one: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    is_streamed: bool = False
     route: str | None = None
 
     @property
@@ -149,7 +147,11 @@ class Asked:
         finally:
             if is_the_one:
                 self._the_one.release()
-        if isinstance(answer, dict) and (path := answer["meta_info"].get("hidden_states_file")):
+        if not isinstance(answer, dict):  # a stream, of which the last chunk has all
+            chunks = answer
+            async for chunk in chunks:
+                answer = chunk
+        if path := answer["meta_info"].get("hidden_states_file"):
             await asyncio.to_thread(Path(path).unlink)
         return answer
 

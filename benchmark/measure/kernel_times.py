@@ -1,4 +1,4 @@
-"""Measures where the time of a step or of a prompt goes: kernels by kind, and their gaps.
+"""Measures where the time of a step or of a prompt goes: kernels by kind, and idle.
 
 Under torch's profiler (CUPTI), each step launched while the one before it runs, as in the server:
 random weights in a large geometry. Steps are those of one static batch, 128 tokens in, with the
@@ -49,7 +49,7 @@ KINDS = (  # the first whose words appear in a kernel's name
     ),
     ("copies", ("Memcpy", "Memset")),
 )
-MAX_KERNELS, MAX_GAPS = 24, 8  # that are named in a result
+MAX_KERNELS = 24  # that are named in a result
 NUM_STEPS, WARM_STEPS = 20, 12
 ROUNDS: dict[str, Any] = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
 
@@ -96,33 +96,21 @@ def sums(events: Iterable[Event], num_steps: int) -> dict[str, Any]:
     events = list(events)
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
-    gaps: dict[str, list[float]] = defaultdict(list)
-    idle, busy_until, last_name = 0.0, events[0].start, events[0].name
+    idle, busy_until = 0.0, events[0].start
     for start, end, name in events:
         # A kernel launched early waits beside the one before it: its time begins when that ends.
         alone = max(0.0, end - max(start, busy_until))
         kinds[kind_of(name)] += alone
         kernels[name].append(alone)
-        if start > busy_until:
-            idle += start - busy_until
-            gaps[f"{last_name[:50]} > {name[:50]}"].append(start - busy_until)
-        busy_until, last_name = max(busy_until, end), name
+        idle += max(0.0, start - busy_until)
+        busy_until = max(busy_until, end)
     whole = busy_until - events[0].start
     largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:MAX_KERNELS]
-    widest = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:MAX_GAPS]
     return {
         "profiled_us": whole / num_steps,
         "idle_us": idle / num_steps,
         "kernels_per_step": len(events) / num_steps,
         "kinds_us": {kind: total / num_steps for kind, total in sorted(kinds.items())},
-        "gaps": [
-            {
-                "between": pair,
-                "per_step": len(all_us) / num_steps,
-                "us_per_step": sum(all_us) / num_steps,
-            }
-            for pair, all_us in widest
-        ],
         "kernels": [
             {
                 "name": name[:90],
@@ -139,8 +127,6 @@ def print_times(row: dict[str, Any]) -> None:
     """Renders the sums for the terminal."""
     print(f"  idle {row['idle_us']:.0f} us, {row['kernels_per_step']:.0f} kernels, by kind:")
     print("  " + ", ".join(f"{kind} {us:.0f}" for kind, us in row["kinds_us"].items()))
-    for gap in row["gaps"]:
-        print(f"  gaps {gap['us_per_step']:6.1f} us {gap['per_step']:6.1f} x  {gap['between']}")
     for kernel in row["kernels"]:
         print(
             f"  {kernel['us_per_step']:8.1f} us {kernel['per_step']:6.1f} x"

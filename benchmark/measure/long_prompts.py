@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -201,10 +202,7 @@ def main() -> None:
                 "kv_tokens": info["max_total_num_tokens"],
                 "rows": rows,
             }
-
-            def wall_s(prompts: list[list[int]], num_new: int) -> float:
-                return batch_wall_s(engine, prompts, num_new)
-
+            wall_s = partial(batch_wall_s, engine)
             for case in bar:
                 bar.set_description(case.name)
                 rows.append(measure(case, wall_s, arguments.repeats, vocab_size, seeds))
