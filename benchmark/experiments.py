@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,16 @@ def replay_way(num_drafts: int, error_rate: float) -> EngineWay:
 def beside_first(names: Sequence[str]) -> list[Pair]:
     """Pairs each way with the first one."""
     return [(name, names[0]) for name in names[1:]]
+
+
+def beside_others(chosen: Container[str]) -> Callable[[Sequence[str]], list[Pair]]:
+    """Pairs each of the chosen ways with each other one."""
+
+    def pairs(names: Sequence[str]) -> list[Pair]:
+        others = [name for name in names if name not in chosen]
+        return [(name, other) for name in names if name in chosen for other in others]
+
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +182,8 @@ TILE_SPEC_WAYS = {
 }
 
 
-def tiled_beside_others(names: Sequence[str]) -> list[Pair]:
-    """Pairs each way with TileSpec with each without; one of fixed numbers is an oracle's."""
-    return [
-        (mine, other) for mine in names if mine in TILED for other in names if other not in TILED
-    ]
-
+# One of fixed numbers is an oracle's.
+tiled_beside_others = beside_others(TILED)
 
 # ---------------------------------------------------------------- adaptive numbers of drafts
 
@@ -196,15 +202,7 @@ ADAPTIVE_WAYS = {
 }
 
 
-def adaptive_beside_others(names: Sequence[str]) -> list[Pair]:
-    """Pairs each adaptive way with each other one."""
-    return [
-        (name, other)
-        for name in names
-        if name in ADAPTIVE
-        for other in names
-        if other not in ADAPTIVE
-    ]
+adaptive_beside_others = beside_others(ADAPTIVE)
 
 
 def noise(prompt: list[int]) -> list[int]:

@@ -223,11 +223,21 @@ def measure_look_ahead(setting: Setting) -> Found:
     arguments = _look_ahead_arguments(setting)
     *few, most = arguments.concurrency
     prompts, source = code_prompts(arguments, "demo")
-    rounds = _Rounds(prompts, start_s, most=1 if setting.is_trial else MOST_ROUNDS)
+    most_rounds = 1 if setting.is_trial else MOST_ROUNDS
+
+    def compare(
+        ways: Mapping[str, Way], pairs: Mapping[int, Sequence[Pair]], end_s: float, **more: float
+    ) -> Paired[int]:
+        """Measures until the ratios of all pairs are certain, or the part is as old as `end_s`."""
+        print(f"{time.perf_counter() - start_s:5.0f} s: Engines of {', '.join(ways)}", flush=True)
+        paired = Paired(closed_loops(ways, prompts, **more), [*pairs], pairs)
+        measure_rounds(paired, Budget(end_s, start_s), most_rounds)
+        print_ratios(paired.rows(), {})
+        return paired
+
     with ExitStack() as stack:
         model_path = stack.enter_context(model_path_of(arguments))
         drafter = stack.enter_context(drafter_flags(arguments))
-        rounds.say("models written")
         flags = engine_flags(arguments, model_path)
         of_few = flags | {"max_running_requests": few[-1]}
         outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
@@ -243,53 +253,19 @@ def measure_look_ahead(setting: Setting) -> Found:
             ahead = [(name, PLAIN) for name in (LOAD_AWARE, VERIFIED)]
             pairs = {load: [*ahead, (TILE_SPEC, PLAIN)] for load in few} | {most: ahead}
             kinds = started(mtp_stack, MTP_WAYS, flags)
-            beside_plain = rounds.run({**kinds, **ways}, pairs, MTP_S)
+            beside_plain = compare({**kinds, **ways}, pairs, MTP_S)
         ways |= started(stack, {name: GREEDY_WAYS[name] for name in FIXED}, of_few)
         pairs = {load: [(TILE_SPEC, name) for name in FIXED] for load in few}
-        beside_fixed = rounds.run(ways, pairs, LOOK_AHEAD_S, LEAST_RUN_S)
-    figures = [
-        Figure.of_ratio(f"{NAMES[name]} / plain, {load}", beside_plain.interval(load, name, PLAIN))
-        for name in NAMES
-        for load in (few if name == TILE_SPEC else arguments.concurrency)
-    ]
+        beside_fixed = compare(ways, pairs, LOOK_AHEAD_S, least_s=LEAST_RUN_S)
     return {
-        "figures": figures + list(_beside_fixed(beside_fixed, few)),
+        "figures": [
+            *_beside_plain(beside_plain, arguments.concurrency),
+            *_beside_fixed(beside_fixed, few),
+        ],
         "prompts": source,
         "beside_plain": beside_plain.rows(),
         "beside_fixed": beside_fixed.rows(),
     }
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """Measures ways in turn on the same prompts.
-
-    Attributes:
-        start_s: `time.perf_counter` when the part began.
-        most: rounds of a comparison.
-    """
-
-    prompts: list[list[int]]
-    start_s: float
-    most: int
-
-    def run(
-        self,
-        ways: Mapping[str, Way],
-        pairs: Mapping[int, Sequence[Pair]],
-        end_s: float,
-        least_run_s: float | None = None,
-    ) -> Paired[int]:
-        """Measures until the ratios of all pairs are certain, or the part is as old as `end_s`."""
-        self.say(f"Engines started for {', '.join(ways)}")
-        paired = Paired(closed_loops(ways, self.prompts, least_run_s), [*pairs], pairs)
-        measure_rounds(paired, Budget(end_s, self.start_s), self.most)
-        print_ratios(paired.rows(), {})
-        return paired
-
-    def say(self, what: str) -> None:
-        """Prints what is done, and when."""
-        print(f"{time.perf_counter() - self.start_s:5.0f} s: {what}", flush=True)
 
 
 def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
@@ -301,6 +277,12 @@ def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
     arguments.algorithm = "EAGLE3"
     arguments.concurrency = [1, 2] if setting.is_trial else [*LOADS]
     return arguments
+
+
+def _beside_plain(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:
+    for name, shown in NAMES.items():
+        for load in loads[:-1] if name == TILE_SPEC else loads:
+            yield Figure.of_ratio(f"{shown} / plain, {load}", paired.interval(load, name, PLAIN))
 
 
 def _beside_fixed(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:
