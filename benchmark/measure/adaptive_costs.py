@@ -27,10 +27,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 import torch
@@ -55,16 +54,16 @@ from sglang.srt.lookahead.ema import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.price_measurement import measure_draft_prices
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.platform import Platform, free_bytes
 from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.speculative.rounds import measured_rounds, planner_of_rounds
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch, Worker
@@ -72,6 +71,7 @@ from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch, Worker
 TIERS = (0, 1, 3, 7)
 PAIRS = ((0, 1), (1, 3), (3, 7), (0, 7))  # between which steps switch
 TURNS: tuple[tuple[int, ...], ...] = (*((tier,) for tier in TIERS), *PAIRS)
+POLICIES = {"ema": AdaptiveController, "throughput": LoadAwareDrafts}  # by strategy
 ALL_SIZES = "all sizes"  # a configuration in which batches of every size may have all TIERS
 WARM_STEPS = 10  # after a change of what is measured
 POLICY_ROUNDS = 2000
@@ -139,7 +139,12 @@ class Measured:
     ) -> Worker:
         assert drafter is not None
         assert prices is not None, "The throughput strategy has them measured."
-        self.policies = policies_over(runners, drafter.options.rounds, prices)
+        parts = DrafterParts(drafter.options, runners, cast(Any, None), prices)
+        rounds = measured_rounds(parts)
+        for name, policy in POLICIES.items():
+            with mock.patch.object(RoundOptions, "policy", policy):
+                planner = planner_of_rounds(drafter.options.rounds, parts, rounds)
+            self.policies[name] = planner.policy
         with mock.patch.object(RoundOptions, "policy", ScheduledTier):
             worker = make_worker(runners, drafter, simulated_accept_len=1.0)
         self.launch_ns = time_launches(worker)
@@ -163,26 +168,6 @@ class Measured:
             step()
         times, count = self.launch_ns, len(turns)
         return statistics.mean(statistics.median(times[at::count]) for at in range(count)) / 1e3
-
-
-def policies_over(
-    runners: RunnerGroup, options: RoundOptions, prices: PriceTable
-) -> dict[str, LengthPolicy]:
-    """The policies of both strategies, over a drafter's models."""
-    target, head = runners.runners
-    num_rows = runners.memory.table.num_rows
-    width, steps = 1 + options.num_steps, tuple(options.draft_steps)
-    drafts = measure_draft_prices(head, num_rows, width, steps)
-    rounds = MeasuredRoundPrices(prices, drafts, max_requests=num_rows)
-    parts = PolicyParts(
-        options=options,
-        num_rows=num_rows,
-        max_prompt_rows=runners.max_prompt_rows,
-        rounds=rounds,
-    )
-    if target.graph_keys is not None:
-        parts = replace(parts, graph_size=target.graph_keys.decode_size)
-    return {"ema": AdaptiveController(parts), "throughput": LoadAwareDrafts(parts)}
 
 
 def policy_us(policy: LengthPolicy, size: int) -> float:
