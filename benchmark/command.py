@@ -66,7 +66,8 @@ def take_turns(
     found: dict[Key, list[Item]] = {name: [] for name in works}
     for number in range(num_rounds):
         turns = in_turn(works, number)
-        for name in tqdm(turns, desc=f"round {number + 1}", unit="run", mininterval=2.0):
+        # No line of a log for each round: there may be many short ones.
+        for name in tqdm(turns, desc=f"round {number + 1}", leave=False, disable=None):
             found[name].append(works[name]())
         keep(found)
     return found

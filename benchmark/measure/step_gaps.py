@@ -41,7 +41,7 @@ STREAM_ENDED = "A stream ended before the long prompts did: raise --output-len."
 
 @dataclass
 class Stream:
-    """What came when: seconds of `time.perf_counter`, and the tokens that were there then."""
+    """Arrivals: seconds of `time.perf_counter`, and the tokens that were there then."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
