@@ -144,13 +144,13 @@ class Asked:
             answer = await self.engine.async_generate(
                 input_ids=input_ids, sampling_params=params, **self.fields, **salt
             )
+            if not isinstance(answer, dict):  # a stream, of which the last chunk has all
+                chunks = answer
+                async for chunk in chunks:
+                    answer = chunk
         finally:
             if is_the_one:
                 self._the_one.release()
-        if not isinstance(answer, dict):  # a stream, of which the last chunk has all
-            chunks = answer
-            async for chunk in chunks:
-                answer = chunk
         if path := answer["meta_info"].get("hidden_states_file"):
             await asyncio.to_thread(Path(path).unlink)
         return answer

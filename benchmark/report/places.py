@@ -59,7 +59,7 @@ class Table:
             return f"Not measured: there is no `{RESULTS}/{self.results}`.\n"
         for result in found:
             if result.get("dirty") or result.get("commit") == "unknown":
-                raise SystemExit(f"{self.results}: measured of files that are not of a commit.")
+                raise SystemExit(f"{self.results}: of files that are not those of a commit.")
         text = self.make(found)
         if self.has_provenance:
             text += "\n" + "\n".join(provenance(result) for result in found)
