@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tqdm import tqdm
+
 SINGLE_RUNS = ("runs", "rounds_ms", "times_ms")  # of a row, beside their median
 RESULTS = Path(__file__).parent / "results"
-Item = TypeVar("Item")
+Item, Key = TypeVar("Item"), TypeVar("Key")
 
 
 def make_parser(doc: str | None, result_name: str) -> argparse.ArgumentParser:
@@ -51,6 +53,26 @@ def in_turn(items: Iterable[Item], number: int) -> list[Item]:
     return list(items)[:: -1 if number % 2 else 1]
 
 
+def take_turns(
+    works: Mapping[Key, Callable[[], Item]],
+    num_rounds: int,
+    keep: Callable[[dict[Key, list[Item]]], None] = lambda found: None,
+) -> dict[Key, list[Item]]:
+    """Runs each work once a round, and gives what it returned round by round.
+
+    Args:
+        keep: stores that, after each round.
+    """
+    found: dict[Key, list[Item]] = {name: [] for name in works}
+    for number in range(num_rounds):
+        turns = in_turn(works, number)
+        # No line of a log for each round: there may be many short ones.
+        for name in tqdm(turns, desc=f"round {number + 1}", leave=False, disable=None):
+            found[name].append(works[name]())
+        keep(found)
+    return found
+
+
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Round by round."""
     return [a / b for a, b in zip(mine, theirs, strict=True)]
@@ -59,3 +81,8 @@ def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
 def median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
     """The median of the rounds' ratios."""
     return statistics.median(ratios(mine, theirs))
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Summarizes each figure over the runs."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}

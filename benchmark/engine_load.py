@@ -30,14 +30,12 @@ class LoadResult:
         seconds: of the laps that count.
         num_tokens: new tokens within them.
         tokens_per_step: of one request, over all requests.
-        num_finished: requests that were not ended before their last token.
         verified_drafts: per step of a request that verified any; None if none did.
     """
 
     seconds: float
     num_tokens: float
     tokens_per_step: float
-    num_finished: int
     verified_drafts: float | None = None
 
     @property
@@ -157,7 +155,6 @@ def _result_within(spans: Sequence[_Span], begin: float, end: float) -> LoadResu
         end - begin,
         _tokens_within(spans, begin, end),
         sum(span.num_tokens for span in spans) / max(1, sum(span.num_steps for span in spans)),
-        sum(span.is_whole for span in spans),
         _verified_drafts([span.answer["meta_info"] for span in spans]),
     )
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
-OPTED_OUT, DETERMINISTIC = "all opted out", "deterministic"
+OPTED_OUT = "all opted out"
 MAY_ASK, ONE_ASKS, ALL_ASK = "none asks", "one asks", "all ask"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # of drafts: TOPK x STEPS x TOKENS
@@ -75,6 +75,16 @@ def replay_way(num_drafts: int, error_rate: float) -> EngineWay:
 def beside_first(names: Sequence[str]) -> list[Pair]:
     """Pairs each way with the first one."""
     return [(name, names[0]) for name in names[1:]]
+
+
+def beside_others(chosen: Container[str]) -> Callable[[Sequence[str]], list[Pair]]:
+    """Pairs each of the chosen ways with each other one."""
+
+    def pairs(names: Sequence[str]) -> list[Pair]:
+        others = [name for name in names if name not in chosen]
+        return [(name, other) for name in names if name in chosen for other in others]
+
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +182,8 @@ TILE_SPEC_WAYS = {
 }
 
 
-def tiled_beside_others(names: Sequence[str]) -> list[Pair]:
-    """Pairs each way with TileSpec with each without; one of fixed numbers is an oracle's."""
-    return [
-        (mine, other) for mine in names if mine in TILED for other in names if other not in TILED
-    ]
-
+# One of fixed numbers is an oracle's.
+tiled_beside_others = beside_others(TILED)
 
 # ---------------------------------------------------------------- adaptive numbers of drafts
 
@@ -196,15 +202,7 @@ ADAPTIVE_WAYS = {
 }
 
 
-def adaptive_beside_others(names: Sequence[str]) -> list[Pair]:
-    """Pairs each adaptive way with each other one."""
-    return [
-        (name, other)
-        for name in names
-        if name in ADAPTIVE
-        for other in names
-        if other not in ADAPTIVE
-    ]
+adaptive_beside_others = beside_others(ADAPTIVE)
 
 
 def noise(prompt: list[int]) -> list[int]:
@@ -399,15 +397,6 @@ EXPERIMENTS = {
         pairs=beside_own_kind,
         asked={name: 0.95 for name in ANSWER_WAYS if "top" not in name},
     ),
-    "deterministic": Experiment(
-        question="What do sums in fixed orders cost?",
-        ways={
-            PLAIN: EngineWay(),
-            DETERMINISTIC: EngineWay(flags={"enable_deterministic_inference": True}),
-        },
-        requests=(1, 8, 32, 128),
-        asked={DETERMINISTIC: MIN_DETERMINISTIC_OVER_PLAIN},
-    ),
     "deterministic_requests": Experiment(
         question="What does one request that asks to be deterministic cost beside 127?",
         ways={
@@ -444,7 +433,7 @@ EXPERIMENTS = {
     "http": Experiment(
         question="What does HTTP take of an Engine's streams?",
         ways={
-            "Engine": EngineWay(is_streamed=True),
+            "Engine": EngineWay(fields={"stream": True}),
             **{route: EngineWay(route=route) for route in ROUTES},
         },
         requests=(64,),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 STARTUP_S = {"cold": 25.0, "warm": 9.0}  # process start to the first answer, at most
-GPU_OF_GOALS = "one H100 80GB"
 
 
 class HeadlineGoal(NamedTuple):
@@ -23,7 +22,6 @@ class HeadlineGoal(NamedTuple):
 
 
 NARROW = 0.005  # half of a 95 % interval that says enough of a ratio, as a share of it
-GEOMETRY = "llama-3.1-8b"
 HEADLINE = {  # by the name of a figure of `benchmark.headline`, default flags, radix cache on
     "decode, 1": HeadlineGoal(5.76, 6.33),
     "decode, 8": HeadlineGoal(5.89, 6.60),

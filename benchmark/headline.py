@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from benchmark.command import RESULTS, store
 from benchmark.environment import ROOT, describe_environment
 from benchmark.goals import HEADLINE, is_reached
-from benchmark.headline_parts import PARTS, Setting, stored
+from benchmark.headline_parts import PARTS, Setting
 
 RESULT = RESULTS / "headline.json"
 PART_LIMIT_S = 500.0  # parts plan to end in 8 minutes
@@ -99,23 +100,19 @@ def measure_parts(names: Sequence[str], arguments: argparse.Namespace) -> list[s
             part = present.get(name)
             if part is not None and all(part[key] == now[key] for key in ("dirty", "trial")):
                 print(f"{name}: stored already", flush=True)
-            elif not _runs_well(part_command(name, arguments)):
+            elif not _runs_well(name, arguments):
                 failed.append(name)
     return failed
 
 
-def part_command(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Gives the command that measures a part."""
+def _runs_well(name: str, arguments: argparse.Namespace) -> bool:
+    """Runs the command of a part. Servers and Engines end with the process that started them."""
     words = [sys.executable, "-m", "benchmark.headline", "--part", name]
     words += ["--out", str(arguments.out)]
     words += ["--model-dir", str(arguments.model_dir)] if arguments.model_dir else []
-    return words + ["--trial"] * arguments.trial
-
-
-def _runs_well(command: Sequence[str]) -> bool:
-    """Runs a part. Servers and Engines end with the process that started them."""
+    words += ["--trial"] * arguments.trial
     try:
-        return subprocess.run(command, cwd=ROOT, check=False, timeout=PART_LIMIT_S).returncode == 0
+        return subprocess.run(words, cwd=ROOT, check=False, timeout=PART_LIMIT_S).returncode == 0
     except subprocess.TimeoutExpired:
         print(f"Ended after {PART_LIMIT_S:g} s.", file=sys.stderr)
         return False
@@ -124,7 +121,8 @@ def _runs_well(command: Sequence[str]) -> bool:
 def measure_part(name: str, arguments: argparse.Namespace) -> None:
     """Measures a part in this process, and stores it."""
     environment, start_s = describe_environment(), time.perf_counter()
-    found = stored(PARTS[name](Setting(arguments.model_dir, arguments.trial)))
+    found = PARTS[name](Setting(arguments.model_dir, arguments.trial))
+    found["figures"] = [asdict(figure) for figure in found["figures"]]
     seconds = round(time.perf_counter() - start_s, 1)
     part = {"part": name, "seconds": seconds, "trial": arguments.trial}
     store(arguments.out / f"{name}.json", {**environment, **part, **found})

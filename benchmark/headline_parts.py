@@ -6,30 +6,36 @@
     look-ahead  multi-token prediction and TileSpec, whose texts decide what is accepted
 
 The first three have random weights in the geometry of Llama-3.1-8B. The last has the bundled model
-and its EAGLE-3 head in that geometry (`inflate.py`, `inflate_head.py`): two Engines, then three.
+and its EAGLE-3 head in that geometry (`inflate.py`): two Engines, then three.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
+import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import sglang
-from benchmark import eagle_rounds, http_load
-from benchmark.drafters import drafter_flags
-from benchmark.engine_load import Budget, batch_wall_s
+from benchmark import http_load
+from benchmark.engine_load import Budget, batch_wall_s, random_prompts
 from benchmark.experiments import LOAD_AWARE, MTP_WAYS, PLAIN, TILE_SPEC_WAYS, VERIFIED
 from benchmark.measure import long_prompts, startup
-from benchmark.mtp_model import code_prompts, engine_flags, make_mtp_parser, model_path_of
+from benchmark.mtp_model import (
+    code_prompts,
+    drafter_flags,
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+)
 from benchmark.paired import (
     Interval,
     Pair,
@@ -39,13 +45,17 @@ from benchmark.paired import (
     measure_rounds,
     print_ratios,
 )
-from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
-from benchmark.server_process import running_server
+from benchmark.random_model import GEOMETRIES, dummy_flags, random_head, random_model
+from benchmark.stream_ways import server_command
 from benchmark.ways import EngineWay, start_engines
 
-START_LIMIT_S = 240.0
+START_LIMIT_S, NUM_WARM = 240.0, 2
 LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
 REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
+NUM_STEPS, ACCEPT_LEN = 3, 3.0  # of EAGLE; tokens of a round on average, the model's own counted
+EAGLE_INPUT_LEN, EAGLE_OUTPUT_LEN = 128, 256
+EAGLE_LOAD = (512, 512, 128)  # prompts, tokens in, tokens out
+SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
 LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 390.0, 250.0, 15  # of the part; until TileSpec's turn
 LOADS = (1, 8, 64, 128)  # requests at once; the last of multi-token prediction alone
@@ -120,10 +130,7 @@ def measure_plain(setting: Setting) -> Found:
         sglang.Engine(**dummy_flags(folder)) as engine,
     ):
         info = engine.get_server_info()
-
-        def wall_s(prompts: list[list[int]], num_new: int) -> float:
-            return batch_wall_s(engine, prompts, num_new)
-
+        wall_s = partial(batch_wall_s, engine)
         for case in cases:
             row = long_prompts.measure(
                 case, wall_s, REPEATS, setting.vocab_size, seeds, MOST_REPEATS
@@ -134,7 +141,6 @@ def measure_plain(setting: Setting) -> Found:
         "attention_backend": info["resolved"]["attention_backend"],
         "kv_tokens": info["max_total_num_tokens"],
         "figures": [Figure.of_runs(row["name"], row["unit"], row["values"]) for row in rows],
-        "gpu": {row["name"]: row["gpu"] for row in rows},
     }
 
 
@@ -144,24 +150,15 @@ def measure_server(setting: Setting) -> Found:
     load = http_load.HttpLoad()
     if setting.is_trial:
         load = replace(load, clients=4, num_requests=8, input_len=8, output_len=4)
-    starts: dict[str, list[float]] = {"cold": [], "warm": []}
-    with (
-        random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
-        tempfile.TemporaryDirectory() as caches,
-    ):
-        command = http_load.server_command(folder)
-        environ = {name: f"{caches}/{place}" for name, place in startup.CACHES.items()}
-        for path in environ.values():
-            Path(path).mkdir()
-        for start in ("cold", "warm", "warm"):
-            with running_server(command, environ, START_LIMIT_S) as server:
-                asyncio.run(http_load.answer_once(server.port, 1))
-                starts[start].append(time.perf_counter() - server.start_s)
-                print(f"{start} start: {starts[start][-1]:.1f} s", flush=True)
-                if len(starts["warm"]) == 2:
-                    seeds = itertools.count()
-                    found = http_load.measure(server.port, load, setting.vocab_size, seeds)
-                server.stop()
+    seconds_of: dict[str, list[float]] = {"cold": [], "warm": []}
+    with random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder:
+        command = server_command(dummy_flags(folder) | {"log_level": None})
+        for run, server, seconds in startup.starts(command, NUM_WARM, START_LIMIT_S, num_new=1):
+            seconds_of[run].append(seconds)
+            print(f"{run} start: {seconds:.1f} s", flush=True)
+            if len(seconds_of["warm"]) == NUM_WARM:
+                seeds = itertools.count()
+                found = http_load.measure(server.port, load, setting.vocab_size, seeds)
     figures = [
         Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in found["runs"]])
         for name, unit, key in (
@@ -171,24 +168,52 @@ def measure_server(setting: Setting) -> Found:
         )
     ]
     figures += [
-        Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in starts.items()
+        Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in seconds_of.items()
     ]
     return {"figures": figures, "http": found}
 
 
 def measure_eagle(setting: Setting) -> Found:
-    """Milliseconds of a round by batch size, and a full load; see `eagle_rounds`."""
+    """Milliseconds of a round of EAGLE by batch size, and tokens per second of a full load.
+
+    A head of one layer that shares the target's output head drafts in a chain. How many drafts are
+    accepted is pinned, since random weights agree in nothing. A round is
+    (wall(256 new tokens) - wall(1 new token)) / rounds.
+    """
     sizes = (1, 2) if setting.is_trial else (1, 8, 32, 64, 128)
-    has_load = not setting.is_trial
-    round_ms, load_tok_s = eagle_rounds.measure(setting.geometry, sizes, REPEATS, has_load)
-    figures = [Figure.of_runs(f"EAGLE, {size}", "ms/round", ms) for size, ms in round_ms.items()]
-    if has_load:
-        figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", load_tok_s))
-    return {
-        "figures": figures,
-        "num_steps": eagle_rounds.NUM_STEPS,
-        "accept_length": eagle_rounds.ACCEPT_LEN,
-    }
+    seeds = itertools.count()
+    with (
+        mock.patch.dict(os.environ, {SIMULATED: str(ACCEPT_LEN)}),
+        random_model(setting.geometry) as folder,
+        random_head(folder) as head,
+        sglang.Engine(
+            **dummy_flags(folder),
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=head,
+            speculative_num_steps=NUM_STEPS,
+        ) as engine,
+    ):
+
+        def prompts(count: int, input_len: int = EAGLE_INPUT_LEN) -> list[list[int]]:
+            return random_prompts(count, input_len, setting.vocab_size, next(seeds))
+
+        params = {"temperature": 0, "max_new_tokens": EAGLE_OUTPUT_LEN, "ignore_eos": True}
+        [answer] = engine.generate(input_ids=prompts(1), sampling_params=params)
+        num_rounds, figures = int(answer["meta_info"]["spec_verify_ct"]), []
+        for size in sizes:
+            batch_wall_s(engine, prompts(size), 8)  # warms up
+            round_ms = []
+            for _ in range(REPEATS):
+                wall_s = batch_wall_s(engine, prompts(size), EAGLE_OUTPUT_LEN)
+                decoding_s = wall_s - batch_wall_s(engine, prompts(size), 1)
+                round_ms.append(decoding_s / num_rounds * 1e3)
+            print(f"EAGLE, {size} at once: {round_ms[0]:.2f} ms/round", flush=True)
+            figures.append(Figure.of_runs(f"EAGLE, {size}", "ms/round", round_ms))
+        if not setting.is_trial:
+            count, input_len, num_new = EAGLE_LOAD
+            tok_s = count * num_new / batch_wall_s(engine, prompts(count, input_len), num_new)
+            figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", [tok_s]))
+    return {"figures": figures, "num_steps": NUM_STEPS, "accept_length": ACCEPT_LEN}
 
 
 def measure_look_ahead(setting: Setting) -> Found:
@@ -198,11 +223,21 @@ def measure_look_ahead(setting: Setting) -> Found:
     arguments = _look_ahead_arguments(setting)
     *few, most = arguments.concurrency
     prompts, source = code_prompts(arguments, "demo")
-    rounds = _Rounds(prompts, start_s, most=1 if setting.is_trial else MOST_ROUNDS)
+    most_rounds = 1 if setting.is_trial else MOST_ROUNDS
+
+    def compare(
+        ways: Mapping[str, Way], pairs: Mapping[int, Sequence[Pair]], end_s: float, **more: float
+    ) -> Paired[int]:
+        """Measures until the ratios of all pairs are certain, or the part is as old as `end_s`."""
+        print(f"{time.perf_counter() - start_s:5.0f} s: Engines of {', '.join(ways)}", flush=True)
+        paired = Paired(closed_loops(ways, prompts, **more), [*pairs], pairs)
+        measure_rounds(paired, Budget(end_s, start_s), most_rounds)
+        print_ratios(paired.rows(), {})
+        return paired
+
     with ExitStack() as stack:
         model_path = stack.enter_context(model_path_of(arguments))
         drafter = stack.enter_context(drafter_flags(arguments))
-        rounds.say("models written")
         flags = engine_flags(arguments, model_path)
         of_few = flags | {"max_running_requests": few[-1]}
         outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
@@ -218,53 +253,19 @@ def measure_look_ahead(setting: Setting) -> Found:
             ahead = [(name, PLAIN) for name in (LOAD_AWARE, VERIFIED)]
             pairs = {load: [*ahead, (TILE_SPEC, PLAIN)] for load in few} | {most: ahead}
             kinds = started(mtp_stack, MTP_WAYS, flags)
-            beside_plain = rounds.run({**kinds, **ways}, pairs, MTP_S)
+            beside_plain = compare({**kinds, **ways}, pairs, MTP_S)
         ways |= started(stack, {name: GREEDY_WAYS[name] for name in FIXED}, of_few)
         pairs = {load: [(TILE_SPEC, name) for name in FIXED] for load in few}
-        beside_fixed = rounds.run(ways, pairs, LOOK_AHEAD_S, LEAST_RUN_S)
-    figures = [
-        Figure.of_ratio(f"{NAMES[name]} / plain, {load}", beside_plain.interval(load, name, PLAIN))
-        for name in NAMES
-        for load in (few if name == TILE_SPEC else arguments.concurrency)
-    ]
+        beside_fixed = compare(ways, pairs, LOOK_AHEAD_S, least_s=LEAST_RUN_S)
     return {
-        "figures": figures + list(_beside_fixed(beside_fixed, few)),
+        "figures": [
+            *_beside_plain(beside_plain, arguments.concurrency),
+            *_beside_fixed(beside_fixed, few),
+        ],
         "prompts": source,
         "beside_plain": beside_plain.rows(),
         "beside_fixed": beside_fixed.rows(),
     }
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """Measures ways in turn on the same prompts.
-
-    Attributes:
-        start_s: `time.perf_counter` when the part began.
-        most: rounds of a comparison.
-    """
-
-    prompts: list[list[int]]
-    start_s: float
-    most: int
-
-    def run(
-        self,
-        ways: Mapping[str, Way],
-        pairs: Mapping[int, Sequence[Pair]],
-        end_s: float,
-        least_run_s: float | None = None,
-    ) -> Paired[int]:
-        """Measures until the ratios of all pairs are certain, or the part is as old as `end_s`."""
-        self.say(f"Engines started for {', '.join(ways)}")
-        paired = Paired(closed_loops(ways, self.prompts, least_run_s), [*pairs], pairs)
-        measure_rounds(paired, Budget(end_s, self.start_s), self.most)
-        print_ratios(paired.rows(), {})
-        return paired
-
-    def say(self, what: str) -> None:
-        """Prints what is done, and when."""
-        print(f"{time.perf_counter() - self.start_s:5.0f} s: {what}", flush=True)
 
 
 def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
@@ -276,6 +277,12 @@ def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
     arguments.algorithm = "EAGLE3"
     arguments.concurrency = [1, 2] if setting.is_trial else [*LOADS]
     return arguments
+
+
+def _beside_plain(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:
+    for name, shown in NAMES.items():
+        for load in loads[:-1] if name == TILE_SPEC else loads:
+            yield Figure.of_ratio(f"{shown} / plain, {load}", paired.interval(load, name, PLAIN))
 
 
 def _beside_fixed(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:
@@ -295,8 +302,3 @@ PARTS: dict[str, Callable[[Setting], Found]] = {
     "eagle": measure_eagle,
     "look-ahead": measure_look_ahead,
 }
-
-
-def stored(found: Found) -> Found:
-    """Gives what a part found as it is stored."""
-    return {**found, "figures": [asdict(figure) for figure in found["figures"]]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,48 +33,16 @@ class Source:
         return sum(len(text.encode()) for text in self.texts)
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """Names the sources of prompts.
-
-    Attributes:
-        packages: sorted by name.
-        note: what a reader of the result must know; empty if there is nothing.
-    """
-
-    packages: list[Source]
-    note: str
-
-    def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """The part of a result that says what was asked."""
-        digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-        return {
-            "packages": {package.name: package.version for package in self.packages},
-            "bytes": sum(package.num_bytes for package in self.packages),
-            "count": len(prompts),
-            "sha256": digest,
-            "note": self.note,
-        }
-
-
-def find_held_out() -> PromptSource:
-    """The held-out packages of this machine: of the standard library and installed."""
-    sources = _sources(is_held_out)
-    found = [source for source in sources if source.num_bytes <= HELD_OUT_MAX_BYTES]
-    if found:
-        return PromptSource(found, "")
-    note = "no held-out package here: prompts are of the whole standard library, trained on"
-    return PromptSource(_sources(lambda name: name.startswith("stdlib/")), note)
-
-
-def _sources(is_wanted: Callable[[str], bool]) -> list[Source]:
-    """Packages by name, without files that training leaves out for what they are."""
+def find_held_out() -> list[Source]:
+    """The held-out packages of this machine by name: of the standard library and installed, without
+    files that training leaves out for what they are."""
     sources: dict[str, Source] = {}
-    for package, path in source_paths(is_wanted):
+    for package, path in source_paths(is_held_out):
         if (text := read_source(path)[0]) is not None:
             source = sources.setdefault(package.name, Source(package.name, package.version, []))
             source.texts.append(text)
-    return sorted(sources.values(), key=lambda source: source.name)
+    found = sorted(sources.values(), key=lambda source: source.name)
+    return [source for source in found if source.num_bytes <= HELD_OUT_MAX_BYTES]
 
 
 def draw_windows(
@@ -106,8 +73,13 @@ def held_out_prompts(
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Prompts, and what a result says of them."""
     tokenizer = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
-    source = find_held_out()
-    texts = [text for package in source.packages for text in package.texts]
+    packages = find_held_out()
+    texts = [text for package in packages for text in package.texts]
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     prompts = draw_windows([item.ids for item in encoded], num_prompts, num_tokens, seed)
-    return prompts, source.describe(prompts)
+    return prompts, {
+        "packages": {package.name: package.version for package in packages},
+        "bytes": sum(package.num_bytes for package in packages),
+        "count": len(prompts),
+        "sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+    }

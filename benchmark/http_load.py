@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmark.command import medians
 from benchmark.engine_load import random_prompts
 from benchmark.sse_client import StreamClient, StreamedAnswer
 from sglang.benchmark.metrics import percentile
-from sglang.srt.model_config import resolve_model_path
 
 ALONE_OUTPUT_LEN = 16
 
@@ -101,11 +99,6 @@ def summarize(answers: Sequence[StreamedAnswer], seconds: float) -> dict[str, An
     }
 
 
-def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Summarizes each figure over the runs."""
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-
-
 def measure(port: int, load: HttpLoad, vocab_size: int, seeds: Iterator[int]) -> dict[str, Any]:
     """The load of many clients, then of one; both are warmed up by a run that does not count."""
 
@@ -121,11 +114,3 @@ def measure(port: int, load: HttpLoad, vocab_size: int, seeds: Iterator[int]) ->
     run(2, ALONE_OUTPUT_LEN, 1)
     alone = run(load.num_alone, ALONE_OUTPUT_LEN, 1)
     return {"at_once": medians(runs), "runs": runs, "alone": alone}
-
-
-def server_command(folder: str) -> list[str]:
-    """Gives the command of a server with default flags."""
-    return [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", folder),
-        *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
-    ]

@@ -12,10 +12,18 @@ Llama-3.1-8B, among filler that is never heard (d and D are the hidden sizes):
   heads, intermediate columns and layers compute something, but meet zeros in o_proj and down_proj.
 - Tokens past the vocabulary have -6.4e5 at the spare channel of the head: no probability at all.
 
-Zeros can be faster than numbers. `--silent-std 1e-12` puts normal values of that size in their
-place, so that no matrix and no activation has any; logits then change by less than rounding.
+Zeros can be faster than numbers, so normal values of SILENT_STD stand in their place: then no
+matrix and no activation has any, and logits change by less than rounding.
+
+A draft head is inflated as a layer of the target is. `fc` passes the constant on, from the
+embedding for EAGLE and from the first hidden state for EAGLE-3, since the norms behind it count on
+it. It ignores the spare channel of what the last norm gives. With NEXTN the embedding comes from a
+norm of its own, so the constant is nearly what it was; its last norm passes it on to the target's
+output head, as the target's does. `--draft-vocab-size` pads an EAGLE-3 head's own output head to
+the size of published ones, with tokens of the target's padding that are never drafted.
 
     python -m benchmark.inflate --out DIR                 16 GB in bfloat16
+    python -m benchmark.inflate --out DIR --head demo-eagle3 --algorithm EAGLE3
 
 `test/unit/benchmark/test_inflate.py` proves it on a small target.
 """
@@ -38,11 +46,13 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from benchmark.random_model import LLAMA_8B, Geometry
+from benchmark.random_model import INFLATED_GEOMETRIES, Geometry
+from sglang.srt.head_config import DraftHeadConfig, load_head_config
+from sglang.srt.head_layouts import EAGLE, EAGLE3, NEXTN, renamed
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
 from sglang.srt.model_loader.weight_files import read_directory
 
-FILLER_STD = 0.02  # as of weights at initialization
+FILLER_STD, SILENT_STD = 0.02, 1e-12  # as of weights at initialization; of what is not to be heard
 # Times the spare channel after the last norm, which must be small there: a norm over that hidden
 # state, as of NEXTN, would hear it.
 PADDED_LOGIT = -6.4e5
@@ -52,6 +62,11 @@ BLOCKS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
+WAYS_BACK = ("o_proj", "down_proj")  # into the residual stream, the only ones
+HEAD_LAYOUTS = {"EAGLE": EAGLE, "EAGLE3": EAGLE3, "NEXTN": NEXTN}
+# Tensors of draft heads.
+DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
+IGNORED, NORM_OF_HEAD = "embed_tokens.weight", "norm.weight"
 
 
 class InflationError(ValueError):
@@ -92,22 +107,17 @@ def plan_inflation(config: ModelConfig, target: Geometry) -> Inflation:
     if config.architecture != "LlamaForCausalLM":
         raise InflationError(f"Only a LlamaForCausalLM can be inflated, no {config.architecture}.")
     small = Geometry(**{field.name: vars(config)[field.name] for field in fields(Geometry)})
+    queries, d, big_d = small.num_heads // small.num_kv_heads, small.hidden_size, target.hidden_size
     for name, size in asdict(small).items():
         if asdict(target)[name] < size:
             raise InflationError(f"{name} must be at least {size}, that of the small model.")
     if target.head_dim != small.head_dim:
         raise InflationError(f"head_dim must stay {small.head_dim}: attention depends on it.")
-    queries = small.num_heads // small.num_kv_heads
     if target.num_heads % target.num_kv_heads or target.num_heads < queries * target.num_kv_heads:
         raise InflationError(f"num_heads must be {queries} or more times num_kv_heads.")
-    d, big_d = small.hidden_size, target.hidden_size
-    if big_d == d:
-        raise InflationError(f"hidden_size must be larger than {d}: one channel must be spare.")
     root = math.isqrt(big_d // d)
-    if root * root * d != big_d or root & (root - 1):
-        raise InflationError(
-            f"hidden_size is {big_d / d:g} times {d}, but only powers of 4 keep norm weights exact."
-        )
+    if root * root * d != big_d or root & (root - 1) or root < 2:
+        raise InflationError(f"hidden_size must be {d} times a power of 4, with a spare channel.")
     # The largest power of two that leaves half of eps or more.
     budget = config.rms_norm_eps * d
     spare = 2.0 ** math.floor(math.log2(budget / 2) / 2)
@@ -144,66 +154,66 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class _Builder:
-    """Makes one tensor of the target at a time. `weights` are those of the small model."""
+class Builder:
+    """Makes tensors of the target of those of the small model, which a filler layer does not have:
+    then `small` is None."""
 
-    weights: Mapping[str, torch.Tensor]
     plan: Inflation
     filling: Filling
 
-    def tensor(self, name: str) -> torch.Tensor:
-        if name in (EMBEDDING, HEAD):
-            return self.embedding() if name == EMBEDDING else self.head()
-        return self.norm(name) if "norm" in name else self.matrix(name)
-
-    def embedding(self) -> torch.Tensor:
+    def embedding(self, small: torch.Tensor) -> torch.Tensor:
         """[V, D]: rows of other tokens are filler, and all hold the constant."""
-        v, d, target = self.plan.small.vocab_size, self.plan.small.hidden_size, self.plan.target
+        (v, d), target = small.shape, self.plan.target
         weight = self.filling.silence(EMBEDDING, target.vocab_size, target.hidden_size)
-        weight[:v, :d] = self.weights[EMBEDDING].to(weight)
+        weight[:v, :d] = small.to(weight)
         weight[v:, :d] = self.filling.draw(f"{EMBEDDING} padding", target.vocab_size - v, d)
         weight[:, d] = self.plan.spare
         return weight
 
-    def head(self) -> torch.Tensor:
+    def head(self, small: torch.Tensor) -> torch.Tensor:
         """[V, D]: of the spare channel, tokens hear nothing and padding hears that it is none."""
-        v, d = self.plan.small.vocab_size, self.plan.small.hidden_size
+        v, d = small.shape
         weight = self.filling.draw(HEAD, self.plan.target.vocab_size, self.plan.target.hidden_size)
-        weight[:v, :d] = self.weights.get(HEAD, self.weights[EMBEDDING]).to(weight)
+        weight[:v, :d] = small.to(weight)
         weight[:v, d] = 0.0
         weight[v:, d] = PADDED_LOGIT
         return weight
 
-    def norm(self, name: str) -> torch.Tensor:
-        """[D]: only the last norm lets the spare channel pass."""
+    def norm(self, small: torch.Tensor | None, passes_spare: bool = False) -> torch.Tensor:
+        """[D]: the last norm of a model lets the spare channel pass."""
         d, scale = self.plan.small.hidden_size, self.plan.norm_scale
         weight = torch.full((self.plan.target.hidden_size,), scale, dtype=torch.float64)
-        if name in self.weights:
-            weight[:d] = self.weights[name].to(weight) * scale
-        weight[d] = scale if name == LAST_NORM else 0.0
+        if small is not None:
+            weight[:d] = small.to(weight) * scale
+        weight[d] = scale if passes_spare else 0.0
         return weight.to(self.filling.device, self.filling.dtype)
 
-    def matrix(self, name: str) -> torch.Tensor:
-        """A projection, [out, in]: the small one in a corner, or in the corners of some heads."""
-        small, target, kind = self.plan.small, self.plan.target, name.split(".")[-2]
+    def matrix(self, name: str, kind: str, small: torch.Tensor | None) -> torch.Tensor:
+        """A projection, [out, in]: the small one in a corner, or in the corners of some heads.
+        Inputs of a draft head's q, k and v may be two hidden states wide."""
+        plan, target, d = self.plan, self.plan.target, self.plan.small.hidden_size
+        big_d, kv, big_kv = target.hidden_size, plan.small.num_kv_heads, target.num_kv_heads
         heads = {"q_proj": target.num_heads, "o_proj": target.num_heads}
-        heads |= {"k_proj": target.num_kv_heads, "v_proj": target.num_kv_heads}
+        heads |= {"k_proj": big_kv, "v_proj": big_kv}
         inner = heads[kind] * target.head_dim if kind in heads else target.intermediate_size
-        if kind in ("o_proj", "down_proj"):  # the only ways back into the residual stream
-            weight = self.filling.silence(name, target.hidden_size, inner)
+        if kind == "lm_head":  # of a draft head
+            inner = len(small)
+        count = 1 if small is None or kind in WAYS_BACK else small.shape[1] // d
+        if kind in WAYS_BACK:
+            weight = self.filling.silence(name, big_d, inner)
         else:
-            weight = self.filling.draw(name, inner, target.hidden_size)
-        if name not in self.weights:
+            weight = self.filling.draw(name, inner, count * big_d)
+        if small is None:
             return weight
-        corner, source, d = weight, self.weights[name].to(weight), small.hidden_size
-        kv, shape = small.num_kv_heads, (-1, target.head_dim)
-        if kind == "q_proj":
-            source = source.view(kv, *shape, d)
-            corner = weight.view(target.num_kv_heads, *shape, target.hidden_size)
-        elif kind == "o_proj":
-            source = source.view(d, kv, *shape)
-            corner = weight.view(target.hidden_size, target.num_kv_heads, *shape)
-        corner[tuple(slice(size) for size in source.shape)] = source
+        by_head = (-1, target.head_dim)
+        shapes = {  # of the small one, and of the large one
+            "q_proj": ((kv, *by_head, count, d), (big_kv, *by_head, count, big_d)),
+            "o_proj": ((d, kv, *by_head), (big_d, big_kv, *by_head)),
+            "down_proj": (small.shape, weight.shape),
+        }
+        shape, big_shape = shapes.get(kind, ((-1, count, d), (-1, count, big_d)))
+        source = small.view(shape).to(weight)
+        weight.view(big_shape)[tuple(slice(size) for size in source.shape)] = source
         return weight
 
 
@@ -220,15 +230,23 @@ def inflated_tensors(
     """
     if odd := (small.keys() | {HEAD}) ^ set(weight_names(inflation.small)):
         raise InflationError(f"The small model lacks or has beyond a Llama: {min(odd)!r}.")
-    builder = _Builder(small, inflation, filling)
+    builder = Builder(inflation, filling)
     for name in weight_names(inflation.target):
-        yield name, builder.tensor(name)
+        weight = small.get(name)
+        if name == EMBEDDING:
+            yield name, builder.embedding(small[name])
+        elif name == HEAD:
+            yield name, builder.head(small.get(name, small[EMBEDDING]))
+        elif "norm" in name:
+            yield name, builder.norm(weight, passes_spare=name == LAST_NORM)
+        else:
+            yield name, builder.matrix(name, name.split(".")[-2], weight)
 
 
-def inflated_config(config: ModelConfig, plan: Inflation, dtype: torch.dtype) -> dict[str, Any]:
-    """The target's config.json: token ids, context and RoPE stay."""
+def inflated_config(hf: Mapping[str, Any], plan: Inflation, dtype: torch.dtype) -> dict[str, Any]:
+    """The target's config.json, of the small one: token ids, context and RoPE stay."""
     return {
-        **{key: value for key, value in config.hf.items() if key != "dtype"},
+        **{key: value for key, value in hf.items() if key != "dtype"},
         **plan.target.hf_config(),
         "rms_norm_eps": plan.eps,
         "tie_word_embeddings": False,
@@ -237,17 +255,25 @@ def inflated_config(config: ModelConfig, plan: Inflation, dtype: torch.dtype) ->
     }
 
 
+def new_folder(out: Path, config: dict[str, Any]) -> None:
+    """Makes a folder of a model, and writes its config.json.
+
+    Raises:
+        InflationError: if there are weights in it already.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if stale := sorted(out.glob("*.safetensors*")):
+        raise InflationError(f"{out} has weights already, such as {stale[0].name}; remove them.")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def write_model(config: ModelConfig, out: Path, plan: Inflation, filling: Filling) -> None:
     """Writes config.json, what belongs to the tokenizer, and the weights, one layer a file.
 
     Raises:
         InflationError: if there are weights in `out` already.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    if stale := sorted(out.glob("*.safetensors*")):
-        raise InflationError(f"{out} has weights already, such as {stale[0].name}; remove them.")
-    target_config = inflated_config(config, plan, filling.dtype)
-    (out / "config.json").write_text(json.dumps(target_config, indent=2) + "\n", encoding="utf-8")
+    new_folder(out, inflated_config(config.hf, plan, filling.dtype))
     for file in config.path.glob("*.json"):
         if file.name != "config.json" and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out / file.name)
@@ -264,25 +290,168 @@ def write_model(config: ModelConfig, out: Path, plan: Inflation, filling: Fillin
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
+# ---------------------------------------------------------------- draft heads
+
+
+def inflated_head(
+    small: Mapping[str, torch.Tensor],
+    plan: Inflation,
+    filling: Filling,
+    names: tuple[tuple[str, str], ...] = (),
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the larger head.
+
+    Args:
+        small: those of a head, from `read_directory`.
+        plan: the inflation of the target, from the head's sizes.
+        names: see `DraftHeadConfig`.
+    """
+    builder = Builder(plan, filling)
+    return {
+        name: _of_head(name, renamed(name, names), tensor, builder)
+        for name, tensor in small.items()
+        if name != IGNORED
+    }
+
+
+def pad_draft_vocabulary(
+    tensors: dict[str, torch.Tensor], num_tokens: int, plan: Inflation, filling: Filling
+) -> None:
+    """Adds tokens to the output head of an inflated EAGLE-3 head, up to `num_tokens`. They hear
+    from the spare channel that they are none, and stand for tokens of the target's padding.
+
+    Raises:
+        InflationError: if the head has no vocabulary of its own, or there are too few tokens.
+    """
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    if DRAFT_TO_TARGET not in tensors:
+        raise InflationError("--draft-vocab-size: this head has the target's vocabulary.")
+    count = len(tensors[DRAFT_TO_TARGET])
+    first, most = plan.small.vocab_size, plan.target.vocab_size - plan.small.vocab_size + count
+    if not count <= num_tokens <= most:
+        raise InflationError(f"--draft-vocab-size must be between {count} and {most}.")
+    weight = filling.draw(f"{HEAD} padding", num_tokens, big_d)
+    weight[:count] = tensors[HEAD].to(weight)
+    weight[count:, d] = PADDED_LOGIT
+    tensors[HEAD] = weight
+    tensors[NORM_OF_HEAD][d] = plan.norm_scale
+    added = torch.full((num_tokens - count,), first - count, dtype=torch.int64)
+    tensors[DRAFT_TO_TARGET] = torch.cat((tensors[DRAFT_TO_TARGET], added))
+    tensors[TARGET_TO_DRAFT][first : first + len(added)] = True
+
+
+def _of_head(name: str, own: str, tensor: torch.Tensor, builder: Builder) -> torch.Tensor:
+    """Makes a tensor of a head; `own` is its name here, `name` that of its file."""
+    plan, filling = builder.plan, builder.filling
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    kind = own.split(".")[-2] if "." in own else own
+    if kind == DRAFT_TO_TARGET:
+        return tensor
+    if kind == TARGET_TO_DRAFT:
+        padding = torch.zeros(plan.target.vocab_size - len(tensor), dtype=torch.bool)
+        return torch.cat((tensor, padding))
+    if name == "fc.bias":
+        bias = torch.zeros(big_d, dtype=filling.dtype)
+        bias[:d] = tensor.to(bias)
+        return bias
+    if "norm" in kind:
+        return builder.norm(tensor)
+    if kind == "fc":
+        return _joining_matrix(name, tensor, plan, filling)
+    weight = builder.matrix(name, kind, tensor)
+    if kind not in WAYS_BACK:  # no norm keeps the constant from EAGLE's layer
+        weight.view(len(weight), -1, big_d)[:, :, d] = 0.0
+    return weight
+
+
+def _joining_matrix(
+    name: str, tensor: torch.Tensor, plan: Inflation, filling: Filling
+) -> torch.Tensor:
+    """`fc`, [D, n * D] of [d, n * d]."""
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    count = tensor.shape[1] // d
+    weight = filling.silence(name, big_d, count * big_d).view(big_d, count, big_d)
+    weight[:d] = filling.draw(f"{name} rows", d, count, big_d)
+    weight[:d, :, :d] = tensor.view(d, count, d).to(weight)
+    weight[:, :, d] = 0.0
+    weight[d] = 0.0
+    weight[d, 0, d] = 1.0
+    return weight.view(big_d, count * big_d)
+
+
+def _pass_constant_on(
+    head: DraftHeadConfig, tensors: dict[str, torch.Tensor], plan: Inflation, rms: float
+) -> None:
+    """Has an inflated layer of NEXTN, whose `tensors` have the names of its file, pass the constant
+    from the embedding to the target's output head.
+
+    Args:
+        rms: root mean square of the small target's embedding, which the first norm divides by.
+    """
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    own = {renamed(name, head.names): tensor for name, tensor in tensors.items()}
+    own["embedding_norm.weight"][d] = plan.norm_scale * rms
+    own[NORM_OF_HEAD][d] = plan.norm_scale
+    row = own["fc.weight"][d].view(2, big_d)
+    row[:] = 0.0
+    row[int(head.layout.hidden_first), d] = 1.0
+
+
+def write_head(
+    head: DraftHeadConfig,
+    out: Path,
+    plan: Inflation,
+    filling: Filling,
+    draft_vocab_size: int | None = None,
+) -> None:
+    """Writes config.json and the weights.
+
+    Args:
+        draft_vocab_size: see `pad_draft_vocabulary`; None: the small head's.
+
+    Raises:
+        InflationError: if there are weights in `out` already, or the head does not fit.
+    """
+    sizes = Geometry(**{field.name: vars(head)[field.name] for field in fields(Geometry)})
+    plan = replace(plan, small=sizes)  # NEXTN's may be smaller than its target's
+    tensors = inflated_head(dict(read_directory(head.path)), plan, filling, head.names)
+    if head.architecture == NEXTN:
+        embedding = dict(read_directory(head.target))[EMBEDDING].float()
+        _pass_constant_on(head, tensors, plan, float(embedding.square().mean().sqrt()))
+    if draft_vocab_size is not None:
+        pad_draft_vocabulary(tensors, draft_vocab_size, plan, filling)
+    kept = {key: head.hf[key] for key in ("architectures", "model_type")}
+    entries = {**inflated_config(head.hf, plan, filling.dtype), "num_hidden_layers": 1, **kept}
+    if draft_vocab_size is not None:
+        entries["draft_vocab_size"] = draft_vocab_size
+    new_folder(out, entries)
+    content = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(content, out / "model.safetensors", metadata={"format": "pt"})
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Writes a folder; 2 for a target that the model does not fit into."""
+    """Writes a folder; 2 for a target that the model or head does not fit into."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--model-path", default="demo", help="the small model")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", default="cpu", help="where filler is drawn")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--silent-std", type=float, default=0.0)
-    for field in fields(Geometry):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory to write")
+    add("--model-path", default="demo", help="the small model")
+    add("--geometry", choices=INFLATED_GEOMETRIES, default="llama-3.1-8b")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--device", default="cpu", help="where filler is drawn")
+    add("--head", help="a head of the small model, which is written in its place")
+    add("--algorithm", choices=HEAD_LAYOUTS, help="of the head")
+    add("--draft-vocab-size", type=int, help="of an EAGLE-3 head; default: its own")
     args = parser.parse_args(arguments)
-    given = {field.name: vars(args)[field.name] for field in fields(Geometry)}
-    geometry = replace(LLAMA_8B, **{key: size for key, size in given.items() if size})
     dtype = getattr(torch, args.dtype)
-    filling = Filling(seed=args.seed, dtype=dtype, device=args.device, silent_std=args.silent_std)
+    filling = Filling(dtype=dtype, device=args.device, silent_std=SILENT_STD)
     try:
         config = load_model_config(args.model_path)
-        write_model(config, args.out, plan_inflation(config, geometry), filling)
+        plan = plan_inflation(config, INFLATED_GEOMETRIES[args.geometry])
+        if args.head is None:
+            write_model(config, args.out, plan, filling)
+        else:
+            head = load_head_config(args.head, HEAD_LAYOUTS[args.algorithm], config)
+            write_head(head, args.out, plan, filling, args.draft_vocab_size)
     except (InflationError, ModelPathError) as error:
         print(error, file=sys.stderr)
         return 2

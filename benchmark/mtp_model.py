@@ -1,7 +1,7 @@
-"""The model of the multi-token benchmarks, and the options that they share.
+"""The models of the multi-token benchmarks, and the options that they share.
 
-It is the bundled one, inflated into a real geometry (`inflate.py`): it predicts what that predicts,
-at the cost of a large model's steps.
+They are the bundled ones, inflated into a real geometry (`inflate.py`): they predict what those
+predict, at the cost of a large model's steps.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from sglang.srt.model_config import resolve_model_path
 INFLATED = "inflated"
 LONG_CHUNK = 8192  # prompt tokens of a step
 SPARE_CONTEXT = 16  # tokens that requests could have beyond those that they are given
-SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
-SMALL_TARGET = {  # for trials on a CPU
-    "hidden-size": 1024,
-    "intermediate-size": 1024,
-    "num-layers": 6,
-    "num-heads": 8,
-    "num-kv-heads": 4,
-    "vocab-size": 5000,
+STANDALONE = "STANDALONE"
+NEXTN = "NEXTN"
+HEADS = {
+    "EAGLE": "demo-eagle",
+    "EAGLE3": "demo-eagle3",
+    NEXTN: "demo-nextn",
+    STANDALONE: "demo-draft",
 }
+DEFAULT_DRAFT_GEOMETRY = "llama-3.2-1b"
+DRAFT_VOCAB_SIZE = 32000  # of published EAGLE-3 heads for this geometry
 
 
 def make_mtp_parser(doc: str | None, result_name: str) -> argparse.ArgumentParser:
@@ -64,13 +65,48 @@ def model_path_of(arguments: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.model_dir or Path(temporary)
         if not (folder / "model.safetensors.index.json").exists():
-            command = [sys.executable, "-m", "benchmark.inflate", "--out", str(folder.absolute())]
-            filler_device = "cpu" if arguments.device == "cpu" else "cuda"
-            command += ["--device", filler_device, "--silent-std", SILENT_STD]
-            sizes = SMALL_TARGET if arguments.geometry == "tiny" else {}
-            command += [f"--{name}={size}" for name, size in sizes.items()]
-            subprocess.run(command, cwd=ROOT, check=True)
+            device = "cpu" if arguments.device == "cpu" else "cuda"
+            inflate(folder, "--geometry", arguments.geometry, "--device", device)
         yield str(folder)
+
+
+def inflate(out: Path, *words: str) -> None:
+    """Writes a larger model or head, in a process of its own."""
+    command = [sys.executable, "-m", "benchmark.inflate", "--out", str(out.absolute()), *words]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+@contextmanager
+def drafter_flags(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Flags of an Engine with the drafter of --algorithm: the bundled one, or what --draft-model
+    names; inflated if the model is. None without an algorithm."""
+    options = vars(arguments)
+    algorithm = options.get("algorithm")
+    if algorithm is None:
+        yield {}
+        return
+    drafter = options.get("draft_model") or HEADS[algorithm]
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.model_path == INFLATED:
+            inflate(Path(folder), *inflate_words(drafter, arguments))
+            drafter = folder
+        yield {"speculative_algorithm": algorithm, "speculative_draft_model_path": drafter}
+
+
+def inflate_words(drafter: str, arguments: argparse.Namespace) -> list[str]:
+    """Gives the options of `benchmark.inflate` that write a larger drafter, which says what a small
+    one says."""
+    is_small = arguments.geometry == "tiny"
+    if arguments.algorithm == STANDALONE:
+        device = "cpu" if arguments.device == "cpu" else "cuda"
+        geometry = vars(arguments).get("draft_geometry") or DEFAULT_DRAFT_GEOMETRY
+        geometry = "tiny-draft" if is_small else geometry
+        return ["--model-path", drafter, "--geometry", geometry, "--device", device]
+    words = ["--head", drafter, "--algorithm", arguments.algorithm]
+    words += ["--geometry", arguments.geometry]
+    if arguments.algorithm == "EAGLE3" and not is_small:
+        words += ["--draft-vocab-size", str(DRAFT_VOCAB_SIZE)]
+    return words
 
 
 def code_prompts(

@@ -78,11 +78,16 @@ GEOMETRIES = {
     "tiny": Geometry(256, 512, 2, 4, 2, 64, 4096),
     "tiny-experts": ExpertGeometry(256, 2 * 64, 2, 4, 2, 64, 4096, 8, 2, 64),
 }
-# Of draft models for LLAMA_8B, which have its tokens.
+# Of draft models for LLAMA_8B, which have its tokens, but for the last.
 DRAFT_GEOMETRIES = {
     "llama-3.2-1b": Geometry(2048, 8192, 16, 32, 8, 64, 128256),
     "160m": Geometry(512, 2048, 8, 8, 4, 64, 128256),
-    "tiny": Geometry(512, 512, 3, 4, 2, 64, 5000),
+    "tiny-draft": Geometry(512, 512, 3, 4, 2, 64, 5000),
+}
+INFLATED_GEOMETRIES = {  # that the bundled models are inflated into
+    "llama-3.1-8b": LLAMA_8B,
+    "tiny": Geometry(1024, 1024, 6, 8, 4, 128, 5000),  # for trials on a CPU
+    **DRAFT_GEOMETRIES,
 }
 
 

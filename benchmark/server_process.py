@@ -10,9 +10,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TextIO
 
 import psutil
 
@@ -32,11 +33,17 @@ def free_port() -> int:
         return port
 
 
-def wait_until_healthy(process: subprocess.Popen[str], port: int, deadline_s: float) -> None:
+def wait_until_healthy(
+    process: subprocess.Popen[str],
+    port: int,
+    deadline_s: float,
+    show: Callable[[], None] = lambda: None,
+) -> None:
     """Returns when /health answers 200.
 
     Args:
         deadline_s: of `time.perf_counter`.
+        show: is called while the server is not ready.
 
     Raises:
         StartError: if the server ends first, or it takes too long.
@@ -46,6 +53,7 @@ def wait_until_healthy(process: subprocess.Popen[str], port: int, deadline_s: fl
             raise StartError(f"The server ended with {process.returncode} while starting.")
         if time.perf_counter() > deadline_s:
             raise StartError("The server was not ready in time.")
+        show()
         time.sleep(POLL_S)
 
 
@@ -60,7 +68,8 @@ def _is_healthy(port: int) -> bool:
 class ServerLog:
     """The lines that a server writes, each with the time of its arrival, read by a thread."""
 
-    def __init__(self, process: subprocess.Popen[str], start_s: float) -> None:
+    def __init__(self, process: subprocess.Popen[str], start_s: float, file: TextIO | None) -> None:
+        self._file = file
         self.lines: list[tuple[float, str]] = []
         self._process = process
         self._start_s = start_s
@@ -71,6 +80,8 @@ class ServerLog:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append((round(time.perf_counter() - self._start_s, 3), line.rstrip()))
+            if self._file is not None:
+                print(line, end="", file=self._file, flush=True)
 
     def tail(self) -> str:
         """For a message."""
@@ -116,18 +127,26 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    command: list[str], environ: dict[str, str], limit_s: float
+    command: list[str],
+    environ: dict[str, str],
+    limit_s: float,
+    port: int | None = None,
+    log_file: TextIO | None = None,
+    show: Callable[[], None] = lambda: None,
 ) -> Iterator[RunningServer]:
-    """A server at a free port once it is healthy; whatever is left of it after the block is killed.
+    """A server once it is healthy; whatever is left of it after the block is killed.
 
     Args:
         command: without --port.
         environ: added to this process's own.
+        port: that it listens on; None: a free one.
+        log_file: gets its log too.
+        show: see `wait_until_healthy`.
 
     Raises:
         StartError: with the end of the server's log, also if the block raises one.
     """
-    port = free_port()
+    port = port or free_port()
     start = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--port", str(port)],
@@ -138,9 +157,9 @@ def running_server(
         errors="replace",
         env={**os.environ, **environ},
     )
-    log = ServerLog(process, start)
+    log = ServerLog(process, start, log_file)
     try:
-        wait_until_healthy(process, port, start + limit_s)
+        wait_until_healthy(process, port, start + limit_s, show)
         yield RunningServer(process, port, log, start, time.perf_counter() - start)
     except StartError as error:
         raise StartError(f"{error}\n{log.tail()}") from None

@@ -1,4 +1,4 @@
-"""Streams for `engine_load.closed_loop`: an Engine's, and those of a server's routes over HTTP."""
+"""Streams of a server's routes over HTTP, for `engine_load.closed_loop`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sglang
 from benchmark.sse_client import StreamClient
 
 Answer = dict[str, Any]
@@ -43,26 +42,6 @@ ROUTES: dict[str, tuple[Callable[[list[int], Params], dict[str, Any]], str]] = {
         "usage",
     ),
 }
-
-
-@dataclass(frozen=True)
-class EngineStreams:
-    """Streams of an Engine."""
-
-    engine: sglang.Engine
-
-    async def async_generate(self, *, input_ids: list[int], sampling_params: Params) -> Answer:
-        """The last chunk of a stream."""
-        last: Answer = {}
-        chunks = await self.engine.async_generate(
-            input_ids=input_ids, sampling_params=sampling_params, stream=True
-        )
-        async for chunk in chunks:
-            last = chunk
-        return last
-
-    async def async_abort_request(self, *, abort_all: bool) -> int:
-        return await self.engine.async_abort_request(abort_all=abort_all)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ class EngineWay:
         params: sampling parameters of its requests.
         of_one: more of them, of one request at a time.
         fields: of its requests, beside sampling parameters.
-        is_streamed: its requests ask for streams.
         route: of a server with these flags that is asked for them; None: an Engine is.
     """
 
@@ -46,7 +45,6 @@ class EngineWay:
     params: Mapping[str, Any] = field(default_factory=dict)
     of_one: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    is_streamed: bool = False
     route: str | None = None
 
     @property
@@ -73,6 +71,17 @@ class EngineWay:
         return has_drafts and flags.get("speculative_load_aware") != "off"
 
 
+def servings(ways: Mapping[str, EngineWay]) -> list[dict[str, EngineWay]]:
+    """Groups ways that share an Engine."""
+    groups: list[dict[str, EngineWay]] = []
+    for name, way in ways.items():
+        shared = (each for each in groups if next(iter(each.values())).serving == way.serving)
+        if (group := next(shared, None)) is None:
+            groups.append(group := {})
+        group[name] = way
+    return groups
+
+
 def start_engines(
     stack: ExitStack,
     ways: Mapping[str, EngineWay],
@@ -88,10 +97,6 @@ def start_engines(
         drafter: of `drafter_flags`.
     """
     caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    first_of: dict[str, str] = {}  # the way that an Engine is started for, by way
-    for name, way in ways.items():
-        found = (other for other in first_of.values() if ways[other].serving == way.serving)
-        first_of[name] = next(found, name)
 
     def start(name: str) -> sglang.Engine:
         way = ways[name]
@@ -102,17 +107,16 @@ def start_engines(
         stack.callback(engine.shutdown)
         return engine
 
-    engines = {}
-    firsts = dict.fromkeys(first_of.values())
-    for name in (name for name in firsts if ways[name].starts_alone):
+    engines, groups = {}, {next(iter(group)): group for group in servings(ways)}
+    for name in (name for name in groups if ways[name].starts_alone):
         count = ways[name].verified_drafts
         environ = {} if count is None else {VERIFIED_DRAFTS: str(count)}
         with mock.patch.dict(os.environ, environ), replaying(ways[name].replay_errors):
             engines[name] = start(name)
-    others = [name for name in firsts if name not in engines]
+    others = [name for name in groups if name not in engines]
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         engines |= zip(others, pool.map(start, others), strict=True)
-    return {name: engines[first_of[name]] for name in ways}
+    return {name: engines[first] for first, group in groups.items() for name in group}
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,14 @@ class Asked:
             answer = await self.engine.async_generate(
                 input_ids=input_ids, sampling_params=params, **self.fields, **salt
             )
+            if not isinstance(answer, dict):  # a stream, of which the last chunk has all
+                chunks = answer
+                async for chunk in chunks:
+                    answer = chunk
         finally:
             if is_the_one:
                 self._the_one.release()
-        if isinstance(answer, dict) and (path := answer["meta_info"].get("hidden_states_file")):
+        if path := answer["meta_info"].get("hidden_states_file"):
             await asyncio.to_thread(Path(path).unlink)
         return answer
 

@@ -35,19 +35,14 @@ misused() {
 }
 
 DIR=""
-TARGET_PYTHON=3.12
-PLATFORM=manylinux_2_34_x86_64
 EXTRA=""
 LIST_ONLY=0
+declare -A GIVEN=([python]=3.12 [platform]=manylinux_2_34_x86_64 [exclude]=)
 while [ $# -gt 0 ]; do
     case "$1" in
         --python | --platform | --exclude)
             [ $# -ge 2 ] || misused "$1 needs a value."
-            case "$1" in
-                --python) TARGET_PYTHON="$2" ;;
-                --platform) PLATFORM="$2" ;;
-                --exclude) EXCLUDED="$EXCLUDED ${2//,/ }" ;;
-            esac
+            GIVEN["${1#--}"]="$2"
             shift ;;
         --with-flashinfer) EXTRA="$FLASHINFER" ;;
         --list) LIST_ONLY=1 ;;
@@ -59,6 +54,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+TARGET_PYTHON="${GIVEN[python]}" PLATFORM="${GIVEN[platform]}" EXCLUDED="$EXCLUDED ${GIVEN[exclude]//,/ }"
 DIR="${DIR:-$ROOT/.wheelhouse}"
 [[ "$TARGET_PYTHON" =~ ^3\.[0-9]+$ ]] || misused "--python takes X.Y, for example 3.12, not '$TARGET_PYTHON'."
 [[ "$PLATFORM" =~ ^manylinux_2_([0-9]+)_(x86_64|aarch64)$ ]] ||

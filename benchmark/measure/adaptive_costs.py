@@ -27,21 +27,26 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+from unittest import mock
 
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, print_rows, store
-from benchmark.engine_load import random_prompts
+from benchmark.command import print_rows, store, take_turns
 from benchmark.environment import describe_environment
 from benchmark.goals import SWITCH_US, TIERS_MEMORY_RATIO
-from benchmark.random_model import GEOMETRIES, random_head, random_model
-from sglang.bench_one_batch import OneBatch
+from benchmark.one_batch import (
+    DECODE_INPUT_LEN,
+    decoding,
+    make_random_parser,
+    random_batch,
+    random_flags,
+    synchronize,
+)
 from sglang.srt.environ import Environ
-from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.lookahead.contract import Budget, StepPlan
@@ -49,27 +54,25 @@ from sglang.srt.lookahead.ema import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.price_measurement import measure_draft_prices
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.platform import Platform, free_bytes
 from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.speculative.rounds import measured_rounds, planner_of_rounds
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.step_ops import StepCounts
-from sglang.srt.step.step_sizes import StepWidth
-from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
+from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch, Worker
 
 TIERS = (0, 1, 3, 7)
 PAIRS = ((0, 1), (1, 3), (3, 7), (0, 7))  # between which steps switch
+TURNS: tuple[tuple[int, ...], ...] = (*((tier,) for tier in TIERS), *PAIRS)
+POLICIES = {"ema": AdaptiveController, "throughput": LoadAwareDrafts}  # by strategy
 ALL_SIZES = "all sizes"  # a configuration in which batches of every size may have all TIERS
-INPUT_LEN = 128
 WARM_STEPS = 10  # after a change of what is measured
 POLICY_ROUNDS = 2000
 POLICY_KV = 512  # tokens of each request that a policy is told of
@@ -103,90 +106,56 @@ class ScheduledTier:
         """Learns nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRounds(RoundOptions):
-    """With `ScheduledTier`, whatever `tier_policy` names."""
+def time_launches(worker: Worker) -> list[int]:
+    """Has each launch of a worker's steps add its nanoseconds to the list that is returned. Each
+    waits first until the device is idle: else it may wait for room in the device's queue."""
+    launch, launch_ns = worker.forward_batch_generation, list[int]()
 
-    @property
-    def policy(self) -> type[LengthPolicy]:
-        return ScheduledTier
-
-    @classmethod
-    def of(cls, config: EagleConfig) -> EagleConfig:
-        """The drafter's configuration with these."""
-        known = {entry.name: getattr(config.rounds, entry.name) for entry in fields(config.rounds)}
-        return replace(config, rounds=cls(**known))
-
-
-@dataclass
-class TimedWorker:
-    """Another worker, whose launches are timed. Each waits first until the device is idle: else a
-    launch may wait for room in the device's queue.
-
-    Attributes:
-        launch_ns: of each step.
-    """
-
-    worker: Worker
-    launch_ns: list[int] = field(default_factory=list)
-
-    def step_width(self, params: SamplingParams) -> StepWidth:
-        return self.worker.step_width(params)
-
-    def observe(self, result: HostResult) -> None:
-        self.worker.observe(result)
-
-    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+    def timed(batch: ScheduleBatch) -> GenerationBatchResult:
+        synchronize()
         start = time.perf_counter_ns()
-        result = self.worker.forward_batch_generation(batch)
-        self.launch_ns.append(time.perf_counter_ns() - start)
+        result = launch(batch)
+        launch_ns.append(time.perf_counter_ns() - start)
         return result
 
+    worker.forward_batch_generation = timed  # type: ignore[method-assign]
+    return launch_ns
 
-@dataclass
+
 class Measured:
-    """A batch that is measured step by step; made by `start`.
+    """A batch that is measured step by step.
 
     Attributes:
         policies: both that a server may have, by strategy.
     """
 
-    batch: OneBatch
-    worker: TimedWorker
-    policies: dict[str, LengthPolicy]
+    def __init__(self, geometry: str, **flags: Any) -> None:
+        self.policies: dict[str, LengthPolicy] = {}
+        self.launch_ns: list[int] = []
+        self.batch = random_batch(geometry, has_head=True, make=self._make, **flags)
 
-    @classmethod
-    def start(cls, args: ServerArgs) -> Measured:
-        made: dict[str, Any] = {}
-
-        def make(
-            runners: RunnerGroup, drafter: DrafterConfig | None, prices: PriceTable | None
-        ) -> Worker:
-            assert drafter is not None
-            assert prices is not None, "The throughput strategy has them measured."
-            options = drafter.options
-            made["policies"] = policies_over(runners, options.rounds, prices)
-            scheduled = DrafterConfig(drafter.name, ScheduledRounds.of(options))
-            worker = make_worker(runners, scheduled, simulated_accept_len=1.0)
-            made["worker"] = TimedWorker(worker)
-            return made["worker"]
-
-        batch = OneBatch(args, make)
-        return cls(batch, made["worker"], made["policies"])
+    def _make(
+        self, runners: RunnerGroup, drafter: DrafterConfig | None, prices: PriceTable | None
+    ) -> Worker:
+        assert drafter is not None
+        assert prices is not None, "The throughput strategy has them measured."
+        parts = DrafterParts(drafter.options, runners, cast(Any, None), prices)
+        rounds = measured_rounds(parts)
+        for name, policy in POLICIES.items():
+            with mock.patch.object(RoundOptions, "policy", policy):
+                planner = planner_of_rounds(drafter.options.rounds, parts, rounds)
+            self.policies[name] = planner.policy
+        with mock.patch.object(RoundOptions, "policy", ScheduledTier):
+            worker = make_worker(runners, drafter, simulated_accept_len=1.0)
+        self.launch_ns = time_launches(worker)
+        return worker
 
     def launch_us(self, size: int, num_steps: int, repeats: int) -> dict[tuple[int, ...], float]:
         """Median microseconds of a launch at each tier of PAIRS, and at both of a pair in turn."""
-        alone = [(tier,) for tier in sorted({tier for pair in PAIRS for tier in pair})]
-        found: dict[tuple[int, ...], list[float]] = {turns: [] for turns in (*alone, *PAIRS)}
-        num_new = repeats * len(found) * (WARM_STEPS + num_steps) + WARM_STEPS
-        params = SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
-        prompts = random_prompts(size, INPUT_LEN, self.batch.vocab_size, size)
-        with self.batch.overlapping_steps(prompts, params) as step:
-            for number in range(repeats):
-                for turns in in_turn(found, number):
-                    found[turns].append(self._median_us(step, turns, num_steps))
+        num_all = repeats * len(TURNS) * (WARM_STEPS + num_steps)
+        with decoding(self.batch, size, num_all, WARM_STEPS) as step:
+            works = {turns: partial(self._median_us, step, turns, num_steps) for turns in TURNS}
+            found = take_turns(works, repeats)
         return {turns: statistics.median(times) for turns, times in found.items()}
 
     def _median_us(self, step: Callable[[], None], turns: tuple[int, ...], num_steps: int) -> float:
@@ -194,31 +163,11 @@ class Measured:
         ScheduledTier.turns = turns
         for _ in range(WARM_STEPS):
             step()
-        self.worker.launch_ns.clear()
+        self.launch_ns.clear()
         for _ in range(num_steps):
             step()
-        times, count = self.worker.launch_ns, len(turns)
+        times, count = self.launch_ns, len(turns)
         return statistics.mean(statistics.median(times[at::count]) for at in range(count)) / 1e3
-
-
-def policies_over(
-    runners: RunnerGroup, options: RoundOptions, prices: PriceTable
-) -> dict[str, LengthPolicy]:
-    """The policies of both strategies, over a drafter's models."""
-    target, head = runners.runners
-    num_rows = runners.memory.table.num_rows
-    width, steps = 1 + options.num_steps, tuple(options.draft_steps)
-    drafts = measure_draft_prices(head, num_rows, width, steps)
-    rounds = MeasuredRoundPrices(prices, drafts, max_requests=num_rows)
-    parts = PolicyParts(
-        options=options,
-        num_rows=num_rows,
-        max_prompt_rows=runners.max_prompt_rows,
-        rounds=rounds,
-    )
-    if target.graph_keys is not None:
-        parts = replace(parts, graph_size=target.graph_keys.decode_size)
-    return {"ema": AdaptiveController(parts), "throughput": LoadAwareDrafts(parts)}
 
 
 def policy_us(policy: LengthPolicy, size: int) -> float:
@@ -333,32 +282,27 @@ def memory_rows(flags: dict[str, Any], configs: dict[str, str]) -> list[dict[str
     return rows
 
 
-def measure(arguments: argparse.Namespace, folder: str, head: str, slots: str) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, every_tier: str) -> dict[str, Any]:
     """Both parts.
 
     Args:
-        folder, head: of `random_model` and `random_head`.
-        slots: path of the configuration ALL_SIZES.
+        every_tier: path of the configuration ALL_SIZES.
     """
     flags: dict[str, Any] = {
-        "model_path": folder,
-        "load_format": "dummy",
         "device": arguments.device,
         "attention_backend": arguments.attention_backend,
-        "disable_radix_cache": True,
         "max_running_requests": max(arguments.max_running_requests, *arguments.batch_sizes),
         "context_length": arguments.context_length,
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": head,
     }
     has_graphs = Platform.probe().device == "cuda" and arguments.device != "cpu"
     memory: list[dict[str, Any]] = []
     if has_graphs:
-        memory = memory_rows(flags, {**{name: name for name in PRESETS}, ALL_SIZES: slots})
-    choosing = {"speculative_adaptive": True, "speculative_adaptive_config": slots}
+        configs = {**{name: name for name in PRESETS}, ALL_SIZES: every_tier}
+        with random_flags(arguments.geometry, has_head=True) as model:
+            memory = memory_rows(model | flags, configs)
+    choosing = {"speculative_adaptive": True, "speculative_adaptive_config": every_tier}
     choosing["speculative_adaptive_strategy"] = "throughput"
-    measured = Measured.start(ServerArgs(**flags, **choosing))
-    keep_out_of_collections()
+    measured = Measured(arguments.geometry, **flags, **choosing)
     return {
         **describe_environment(),
         "geometry": arguments.geometry,
@@ -373,33 +317,25 @@ def measure(arguments: argparse.Namespace, folder: str, head: str, slots: str) -
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "adaptive_costs")
+    parser = make_random_parser(__doc__, "adaptive_costs")
     add = parser.add_argument
-    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     add("--steps", type=int, default=50, help="of each tier or pair in a row")
     add("--repeats", type=int, default=6, help="of all tiers and pairs")
     add("--max-running-requests", type=int, default=128, help="that graphs are captured for")
-    add("--device", default="auto")
-    add("--attention-backend")
     arguments = parser.parse_args(argv)
-    num_kinds = len(PAIRS) + len({tier for pair in PAIRS for tier in pair})
-    num_new = arguments.repeats * num_kinds * (WARM_STEPS + arguments.steps) + WARM_STEPS
-    arguments.context_length = INPUT_LEN + num_new + 2 * TIERS[-1]
+    num_new = arguments.repeats * len(TURNS) * (WARM_STEPS + arguments.steps) + 3 * WARM_STEPS
+    arguments.context_length = 2 * DECODE_INPUT_LEN + num_new + 2 * TIERS[-1]
     return arguments
 
 
 def main() -> None:
     """Measures, prints, writes the result."""
     arguments = parse()
-    with (
-        random_model(arguments.geometry) as folder,
-        random_head(folder) as head,
-        tempfile.TemporaryDirectory() as temporary,
-    ):
-        slots = Path(temporary) / "slots.json"
-        slots.write_text(json.dumps({"1": {"candidate_steps": TIERS}}), encoding="utf-8")
-        result = measure(arguments, folder, head, str(slots))
+    with tempfile.TemporaryDirectory() as folder:
+        every_tier = Path(folder) / "every_tier.json"
+        every_tier.write_text(json.dumps({"1": {"candidate_steps": TIERS}}), encoding="utf-8")
+        result = measure(arguments, str(every_tier))
     print_rows(result["rows"] + result["memory"])
     print(f"asked: most_us below {SWITCH_US:g} on a GPU, ratio up to {TIERS_MEMORY_RATIO:g}")
     store(arguments.out, result)

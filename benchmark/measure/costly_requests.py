@@ -19,9 +19,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from benchmark.command import in_turn, make_parser, median_ratio, store
+from benchmark.command import make_parser, median_ratio, store, take_turns
 from benchmark.environment import describe_environment
 from benchmark.goals import MIN_SPEED_BESIDE_COSTLY
 from benchmark.server_process import running_server
@@ -155,13 +156,14 @@ async def speed(
     return found
 
 
-async def measure(port: int, costly: Costly, arguments: argparse.Namespace) -> Body:
+def measure(port: int, costly: Costly, arguments: argparse.Namespace) -> Body:
     """Speeds round by round, and the median of their ratios."""
-    numbers, speeds = itertools.count(), dict[bool, list[float]]({False: [], True: []})
-    for number in range(arguments.rounds):
-        for is_costly in in_turn((False, True), number):
-            found = await speed(port, costly, is_costly, numbers, arguments.window_s)
-            speeds[is_costly].append(round(found, 1))
+    numbers = itertools.count()
+
+    def run(is_costly: bool) -> float:
+        return round(asyncio.run(speed(port, costly, is_costly, numbers, arguments.window_s)), 1)
+
+    speeds = take_turns({each: partial(run, each) for each in (False, True)}, arguments.rounds)
     ratio = median_ratio(speeds[True], speeds[False])
     return {
         "plain_events_per_s": speeds[False],
@@ -194,7 +196,7 @@ def main() -> None:
             continue
         with running_server([*base, *flags], {}, START_LIMIT_S) as server:
             for name, kind in kinds.items():
-                found = asyncio.run(measure(server.port, kind, arguments))
+                found = measure(server.port, kind, arguments)
                 result["kinds"][name] = found
                 print(f"{name}: {found}", flush=True)
             server.stop()

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import sglang
 from benchmark.command import RESULTS
-from benchmark.drafters import DEFAULT_DRAFT_GEOMETRY, HEADS, drafter_flags
 from benchmark.engine_load import AsyncEngine, Budget
 from benchmark.environment import describe_environment
 from benchmark.experiments import EXPERIMENTS, Experiment, Text
 from benchmark.mtp_model import (
+    DEFAULT_DRAFT_GEOMETRY,
+    HEADS,
     code_prompts,
+    drafter_flags,
     engine_flags,
     make_mtp_parser,
     model_path_of,
@@ -44,7 +46,7 @@ from benchmark.paired import (
 )
 from benchmark.random_model import DRAFT_GEOMETRIES
 from benchmark.server_process import running_server
-from benchmark.stream_ways import EngineStreams, HttpStreams, server_command
+from benchmark.stream_ways import HttpStreams, server_command
 from benchmark.ways import Asked, EngineWay, start_engines
 from sglang.srt.garbage import keep_out_of_collections
 
@@ -89,10 +91,7 @@ class Servings:
         way = self._ways[name]
         if way.route is not None:
             return HttpStreams(self.port, way.route)
-        engine = self.engines[name]
-        if way.is_streamed:
-            return EngineStreams(engine)
-        return Asked(engine, way.fields, text.is_new, way.of_one)
+        return Asked(self.engines[name], way.fields, text.is_new, way.of_one)
 
 
 def run_of(

@@ -10,11 +10,10 @@ median of several, in a process of its own. `--device cpu` tries the command wit
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +25,13 @@ from benchmark.command import make_parser, print_rows, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.measure.kernel_times import flop
-from benchmark.measure.long_prompts import CONTEXT_LEN, DECODE_INPUT_LEN
-from benchmark.random_model import GEOMETRIES, ExpertGeometry, random_model
-from sglang.bench_one_batch import OneBatch
-from sglang.srt.garbage import keep_out_of_collections
+from benchmark.measure.long_prompts import CONTEXT_LEN
+from benchmark.one_batch import DECODE_INPUT_LEN, decoding, random_batch, synchronize
+from benchmark.random_model import GEOMETRIES, ExpertGeometry
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.models.sparse_mlp import SparseMLP
 from sglang.srt.processes.worker_factory import make_worker
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 COPY_BYTES_PER_S = 2.96e12  # of a copy on an H100
@@ -127,82 +124,48 @@ class ModelBytes:
 
 
 class Running:
-    """A model with random weights, without processes, as the server runs it."""
+    """A model with random weights, without processes, as the server runs it.
+
+    Attributes:
+        runner: of the model.
+    """
 
     def __init__(self, geometry: str, device: str, most_requests: int) -> None:
-        self._has_gpu = torch.cuda.is_available() and device != "cpu"
-        with random_model(geometry, CONTEXT_LEN) as folder:
-            args = ServerArgs(
-                model_path=folder,
-                load_format="dummy",
-                device=device,
-                disable_radix_cache=True,
-                max_running_requests=max(ServerArgs.max_running_requests, most_requests),
-                log_level="error",
-            )
-            self._runners: list[ModelRunner] = []
+        runners: list[ModelRunner] = []
 
-            def make(runners: RunnerGroup, *more: Any) -> Any:
-                self._runners.append(runners.target)
-                return make_worker(runners, *more)
+        def make(group: RunnerGroup, *more: Any) -> Any:
+            runners.append(group.target)
+            return make_worker(group, *more)
 
-            self.batch = OneBatch(args, make)
-        keep_out_of_collections()
+        most_requests = max(ServerArgs.max_running_requests, most_requests)
+        flags: dict[str, Any] = {"device": device, "log_level": "error"}
+        flags["max_running_requests"] = most_requests
+        self.batch = random_batch(geometry, CONTEXT_LEN, make=make, **flags)
+        [self.runner] = runners
 
-    @property
-    def runner(self) -> ModelRunner:
-        """The runner of the model."""
-        return self._runners[0]
-
-    def decode(self, size: int, num_steps: int, work: Callable[[Callable[[], None]], None]) -> None:
-        """Gives `work` a function that runs one step of a batch of `size` requests, each of which
-        then has DECODE_INPUT_LEN tokens and WARM_STEPS more."""
-        prompts = random_prompts(size, DECODE_INPUT_LEN, self.batch.vocab_size, size)
-        params = SamplingParams(
-            temperature=0.0, max_new_tokens=num_steps + 2 * WARM_STEPS, ignore_eos=True
-        )
-        with self.batch.overlapping_steps(prompts, params) as step:
-            while not all(self.batch.outputs.values()):
-                step()
-            for _ in range(WARM_STEPS):
-                step()
-            self.synchronize()
-            work(step)
-
-    def synchronize(self) -> None:
-        """Waits until nothing runs."""
-        if self._has_gpu:
-            torch.cuda.synchronize()
-
-    def step_ms(self, size: int) -> tuple[list[float], dict[int, list[int]]]:
+    def step_ms(self, size: int) -> tuple[list[float], list[list[int]]]:
         """Milliseconds of a step, of each of ROUNDS, and the tokens."""
         found: list[float] = []
-
-        def measure(step: Callable[[], None]) -> None:
+        with decoding(self.batch, size, ROUNDS * STEPS, WARM_STEPS) as step:
             for _ in range(ROUNDS):
                 start = time.perf_counter()
                 for _ in range(STEPS):
                     step()
-                self.synchronize()
+                synchronize()
                 found.append((time.perf_counter() - start) / STEPS * 1e3)
+        return found, [*self.batch.outputs.values()]
 
-        self.decode(size, ROUNDS * STEPS, measure)
-        return found, by_place(self.batch.outputs)
-
-    def count(self, size: int, sizes: ExpertGeometry) -> tuple[Choices, dict[int, list[int]]]:
+    def count(self, size: int, sizes: ExpertGeometry) -> tuple[Choices, list[list[int]]]:
         """The choices of the middle round of the same steps, and the tokens."""
         num_layers = len(expert_layers(self.runner.model))
         choices = Choices(sizes.num_chosen, torch.zeros(num_layers, sizes.num_experts))
-
-        def count(step: Callable[[], None]) -> None:
+        with decoding(self.batch, size, ROUNDS * STEPS, WARM_STEPS) as step:
             for _ in range(ROUNDS // 2 * STEPS):
                 step()
             with choices.counting(self.runner.model):
                 for _ in range(STEPS):
                     step()
-
-        self.decode(size, ROUNDS * STEPS, count)
-        return choices, by_place(self.batch.outputs)
+        return choices, [*self.batch.outputs.values()]
 
     def prompt_ms(self, num_tokens: int) -> list[float]:
         """Milliseconds of prompts, other ones each time, until their first new token."""
@@ -218,14 +181,9 @@ def expert_layers(model: nn.Module) -> list[SparseMLP]:
     return [module for module in model.modules() if isinstance(module, SparseMLP)]
 
 
-def by_place(outputs: dict[int, list[int]]) -> dict[int, list[int]]:
-    """The outputs of a batch by the place of their request."""
-    return {place: tokens[:] for place, tokens in enumerate(outputs.values())}
-
-
-def equal_share(one: dict[int, list[int]], other: dict[int, list[int]]) -> float:
-    """The share of tokens that stand in the same place of both."""
-    pairs = list(itertools.chain(*(zip(one[place], other[place], strict=True) for place in one)))
+def equal_share(one: list[list[int]], other: list[list[int]]) -> float:
+    """The share of tokens that stand in the same place of both, request by request."""
+    pairs = [pair for mine, theirs in zip(one, other, strict=True) for pair in zip(mine, theirs)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
@@ -258,11 +216,9 @@ def decode_row(
 
 
 def measure_decodes(
-    running: Running, geometry: str, batch_sizes: list[int]
+    running: Running, sizes: ExpertGeometry, batch_sizes: list[int]
 ) -> list[dict[str, Any]]:
     """One row per batch size; graphs are gone afterwards."""
-    sizes = GEOMETRIES[geometry]
-    assert isinstance(sizes, ExpertGeometry)
     needed = ModelBytes.of(running.runner)
     timed = [(size, *running.step_ms(size)) for size in batch_sizes]
     running.runner.drop_graphs()
@@ -277,13 +233,14 @@ def measure_decodes(
 def measure(
     geometry: str, device: str, num_tokens: int, batch_sizes: list[int]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The figures of prompts of a model, and of decode steps if there are batch sizes."""
-    running = Running(geometry, device, max(batch_sizes, default=1))
+    """The figures of prompts of a model, and of decode steps if it has experts."""
+    running, sizes = Running(geometry, device, max(batch_sizes)), GEOMETRIES[geometry]
     ms = running.prompt_ms(num_tokens)
-    tflop = sum(flop(GEOMETRIES[geometry], num_tokens).values()) / 1e12
+    tflop = sum(flop(sizes, num_tokens).values()) / 1e12
     value = statistics.median(ms)
     prompt = {"geometry": geometry, "ms": value, "all_ms": ms, "tflop_s": tflop / value * 1e3}
-    return prompt, measure_decodes(running, geometry, batch_sizes) if batch_sizes else []
+    has_experts = isinstance(sizes, ExpertGeometry)
+    return prompt, measure_decodes(running, sizes, batch_sizes) if has_experts else []
 
 
 def in_own_process(*arguments: Any) -> Any:
@@ -296,8 +253,9 @@ def main() -> None:
     """Measures, prints, writes the result."""
     parser = make_parser(__doc__, "expert_model")
     add = parser.add_argument
-    add("--geometry", choices=[name for name, each in GEOMETRIES.items() if _has_experts(each)])
-    add("--dense", choices=[name for name, each in GEOMETRIES.items() if not _has_experts(each)])
+    experts = [name for name, each in GEOMETRIES.items() if isinstance(each, ExpertGeometry)]
+    add("--geometry", choices=experts)
+    add("--dense", choices=[name for name in GEOMETRIES if name not in experts])
     add("--batch-sizes", type=int, nargs="+", default=[*MOST_OVER_READING])
     add("--device", default="auto")
     arguments: argparse.Namespace = parser.parse_args()
@@ -305,8 +263,10 @@ def main() -> None:
     geometry = arguments.geometry or ("tiny-experts" if is_trial else "qwen3-30b-a3b")
     dense = arguments.dense or ("tiny" if is_trial else "llama-3.1-8b")
     num_tokens = 64 if is_trial else PROMPT_TOKENS
-    prompt, decodes = in_own_process(geometry, arguments.device, num_tokens, arguments.batch_sizes)
-    dense_prompt, _ = in_own_process(dense, arguments.device, num_tokens, [])
+    (prompt, decodes), (dense_prompt, _) = (
+        in_own_process(name, arguments.device, num_tokens, arguments.batch_sizes)
+        for name in (geometry, dense)
+    )
     result = {
         "geometry": geometry,
         "copy_tb_s": COPY_BYTES_PER_S / 1e12,
@@ -319,10 +279,6 @@ def main() -> None:
     print_rows(decodes)
     print(f"prompts: {prompt}, {dense_prompt}: {result['of_dense']:.2f} of the dense model's")
     store(arguments.out, {**describe_environment(), **result})
-
-
-def _has_experts(geometry: object) -> bool:
-    return isinstance(geometry, ExpertGeometry)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from typing import Any
 
 import sglang
 from benchmark.command import make_parser, store
-from benchmark.drafters import HEADS, STANDALONE
 from benchmark.environment import describe_environment
 from benchmark.held_out import held_out_prompts
+from benchmark.mtp_model import HEADS, STANDALONE
 from sglang.srt.model_config import resolve_model_path
 
 MODEL, SEED = "demo", 0
@@ -35,13 +35,10 @@ FIXED_MASKS = "SGLANG_MTP_FIXED_K"  # each step predicts as many, whatever they 
 
 def perplexity(flags: dict[str, Any], prompts: list[list[int]]) -> float:
     """Returns exp of the mean loss of all tokens but the first of each prompt."""
-    engine = sglang.Engine(model_path=MODEL, log_level="error", **flags)
-    try:
+    with sglang.Engine(model_path=MODEL, log_level="error", **flags) as engine:
         params = {"temperature": 0.0, "max_new_tokens": 1}
         asked = {"return_logprob": True, "logprob_start_len": 0}
         answers = engine.generate(input_ids=prompts, sampling_params=params, **asked)
-    finally:
-        engine.shutdown()
     losses = [
         -logprob
         for answer in answers
@@ -53,15 +50,12 @@ def perplexity(flags: dict[str, Any], prompts: list[list[int]]) -> float:
 
 def accept_length(flags: dict[str, Any], prompts: list[list[int]], num_new: int) -> float:
     """Returns tokens of a step."""
-    engine = sglang.Engine(model_path=MODEL, log_level="error", **flags)
-    try:
-        params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": num_new, "ignore_eos": True}
-        if "speculative_algorithm" not in flags:
-            params |= MTP
+    params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": num_new, "ignore_eos": True}
+    if "speculative_algorithm" not in flags:
+        params |= MTP
+    with sglang.Engine(model_path=MODEL, log_level="error", **flags) as engine:
         engine.generate(input_ids=prompts, sampling_params=params)
         (state,) = engine.get_server_info()["internal_states"]
-    finally:
-        engine.shutdown()
     return float(state["avg_spec_accept_length"])
 
 
@@ -70,10 +64,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     folder = resolve_model_path(MODEL)
     count, num_new = arguments.prompts, arguments.new_tokens
     prompts, source = held_out_prompts(folder, count, arguments.prompt_tokens, SEED)
+    heads = {algorithm: path for algorithm, path in HEADS.items() if algorithm != STANDALONE}
     drafters: dict[str, dict[str, Any]] = {"mask tokens": {}}
-    for algorithm, path in HEADS.items():
-        if algorithm == STANDALONE:  # no head
-            continue
+    for algorithm, path in heads.items():
         drafter = {"speculative_algorithm": algorithm, "speculative_draft_model_path": path}
         drafters[algorithm] = {**drafter, **DRAFTS}
     found = {

@@ -4,7 +4,7 @@ One Engine with the server's default flags (radix cache on) in a large geometry 
 greedy; with --tp-size on several GPUs. Every run has fresh random prompts, so nothing is found in
 the cache but what prompts of one run share. Each case is warmed up by one run of few prompts that
 does not count; its figure is the median of the others. A decode step is
-(wall(256 new tokens) - wall(1 new token)) / 255. What is asked, and the peer, are of one H100.
+(wall(256 new tokens) - wall(1 new token)) / 255.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import make_parser, store, write
+from benchmark.command import store, write
 from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
-from benchmark.goals import GEOMETRY, GPU_OF_GOALS, HEADLINE
-from benchmark.gpu_load import sample_gpu
+from benchmark.one_batch import DECODE_INPUT_LEN, make_random_parser
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.srt.server_args import ServerArgs
 
 CONTEXT_LEN = 32768
-DECODE_INPUT_LEN, DECODE_OUTPUT_LEN = 128, 256
+DECODE_OUTPUT_LEN = 256
 WARM_PROMPT_TOKENS, WARM_OUTPUT_LEN = 1 << 16, 8
 APART = 0.01
+PASSED = ("device", "attention_backend", "tp_size", "max_running_requests")  # to the server
 WITH_HELP = "more fields of ServerArgs, as quantization=fp8 max_step_ms=20"
 SECONDS, ALL_TOK_S, OUTPUT_TOK_S, STEP_MS = "s", "all tokens/s", "output tokens/s", "ms/step"
 
@@ -127,7 +128,7 @@ def measure(
     seeds: Iterator[int],
     most_repeats: int = 0,
 ) -> dict[str, Any]:
-    """Gives the figure of a case, the median of its runs, and the GPU's clock and power meanwhile.
+    """Gives the figure of a case, the median of its runs.
 
     Args:
         most_repeats: up to so many runs while they are more than APART from each other.
@@ -135,46 +136,28 @@ def measure(
     warm_up = case.warm_up()
     wall_s(warm_up.prompts(vocab_size, next(seeds)), warm_up.output_len)
     runs, figures = list[float](), list[float]()
-    with sample_gpu() as gpu:
-        while len(runs) < repeats or (len(runs) < most_repeats and _are_apart(figures)):
-            prompts = case.prompts(vocab_size, next(seeds))
-            seconds, prefill_s = wall_s(prompts, case.output_len), 0.0
-            if case.unit == STEP_MS:
-                prefill_s = wall_s(case.prompts(vocab_size, next(seeds)), 1)
-            runs.append(round(seconds, 4))
-            figures.append(case.figure(seconds, prefill_s))
-    return {
-        **asdict(case),
-        "value": statistics.median(figures),
-        "values": figures,
-        "wall_s": runs,
-        "gpu": gpu,
-    }
+    while len(runs) < repeats or (len(runs) < most_repeats and _are_apart(figures)):
+        prompts = case.prompts(vocab_size, next(seeds))
+        seconds, prefill_s = wall_s(prompts, case.output_len), 0.0
+        if case.unit == STEP_MS:
+            prefill_s = wall_s(case.prompts(vocab_size, next(seeds)), 1)
+        runs.append(round(seconds, 4))
+        figures.append(case.figure(seconds, prefill_s))
+    value = statistics.median(figures)
+    return {**asdict(case), "value": value, "values": figures, "wall_s": runs}
 
 
 def _are_apart(figures: list[float]) -> bool:
     return max(figures) > (1 + APART) * min(figures)
 
 
-def table_line(row: dict[str, Any], is_judged: bool) -> str:
-    """A row for the terminal."""
-    text = f"{row['name']:20} {row['value']:12,.3f} {row['unit']:16}"
-    goal = HEADLINE.get(row["name"])
-    if goal is None or not is_judged:
-        return text.rstrip()
-    peer = "-" if goal.peer is None else f"{goal.peer:,g}"
-    return f"{text} asked {goal.asked:>8,g}   peer {peer:>8}   ({GPU_OF_GOALS})"
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "long_prompts")
+    parser = make_random_parser(__doc__, "long_prompts")
     names = [case.name for case in CASES]
     add = parser.add_argument
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     add("--repeats", type=int, default=3)
-    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
-    add("--device", default="auto")
     add("--tp-size", type=int, default=1, help="the server's flag")
     add("--with", nargs="*", default=[], dest="more", metavar="NAME=VALUE", help=WITH_HELP)
     add("--max-running-requests", type=int, default=ServerArgs.max_running_requests)
@@ -200,16 +183,10 @@ def main() -> None:
     vocab_size, seeds = GEOMETRIES[arguments.geometry].vocab_size, itertools.count()
     flags = server_arguments(arguments.more)
     with random_model(arguments.geometry, CONTEXT_LEN) as folder:
-        values: dict[str, Any] = {
-            **dummy_flags(folder),
-            "device": arguments.device,
-            "tp_size": arguments.tp_size,
-            "max_running_requests": arguments.max_running_requests,
-        }
-        args = ServerArgs(**values | flags)
+        values = dummy_flags(folder) | {name: vars(arguments)[name] for name in PASSED} | flags
         rows: list[dict[str, Any]] = []
         began = time.perf_counter()
-        with sglang.Engine(args) as engine, tqdm(cases, unit="case") as bar:
+        with sglang.Engine(**values) as engine, tqdm(cases, unit="case") as bar:
             info = engine.get_server_info()
             result = {
                 **describe_environment(),
@@ -223,21 +200,16 @@ def main() -> None:
                 "flags": flags,
                 "schedule": info["resolved"]["schedule"],
                 "kv_tokens": info["max_total_num_tokens"],
-                "goals_are_of": GPU_OF_GOALS,
                 "rows": rows,
             }
-
-            def wall_s(prompts: list[list[int]], num_new: int) -> float:
-                return batch_wall_s(engine, prompts, num_new)
-
+            wall_s = partial(batch_wall_s, engine)
             for case in bar:
                 bar.set_description(case.name)
                 rows.append(measure(case, wall_s, arguments.repeats, vocab_size, seeds))
                 write(arguments.out, result)
-    is_judged = (arguments.geometry, arguments.divide, arguments.tp_size) == (GEOMETRY, 1, 1)
-    is_judged = is_judged and not arguments.more
     store(arguments.out, result)
-    print("\n".join(table_line(row, is_judged) for row in rows))
+    for row in rows:
+        print(f"{row['name']:20} {row['value']:12,.3f} {row['unit']}")
 
 
 if __name__ == "__main__":

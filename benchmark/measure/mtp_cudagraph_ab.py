@@ -5,8 +5,8 @@
 
 Fixed prompts at k = 2 and k = 3 (static, conf_adapt and verified) through arms: overlap on and off,
 radix cache on and off, one request and eight at once; on a GPU also graphs of multi-token steps on
-and off (`--disable-mtp-cuda-graph`). Every arm is compared with the plainest one (first line of the
-table): the first three steps' input, pending and committed tokens, positions and effective k, the
+and off (`--disable-mtp-cuda-graph`). Every arm is compared with the plainest one (the first
+line): the first three steps' input, pending and committed tokens, positions and effective k, the
 whole outputs, and whether the steps after the first replayed graphs as the arm says. A difference
 is allowed where the plainest arm's choice was a near-tie, in at most 2 % of the runs. Also shown:
 how many tokens are EOS, the mask or token 0 (the symptoms of a broken graph), and the KV ledger.
@@ -30,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import store
+from benchmark.command import print_rows, store
 from benchmark.environment import describe_environment
 from sglang.srt.model_config import load_model_config
 from sglang.srt.platform import Platform
@@ -51,6 +51,7 @@ MAX_GAP = {"float32": 1e-3, "bfloat16": 0.125, "float16": 0.0625}
 MAX_SHARE = 0.02
 STEP_FIELDS = ("input", "pending", "committed", "positions", "effective_k", "k")
 GRAPH_SWITCH = "disable_mtp_cuda_graph"
+EXACT = "0/0/0"  # a ledger
 MODES: dict[str, dict[str, Any]] = {
     "static": {},
     "conf_adapt": {"mtp_strategy": ["conf_adapt", TAU]},
@@ -78,7 +79,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """Holds the output of one request."""
+    """The output of one request, and its first decoding steps."""
 
     output_ids: list[int]
     effective_k: list[int]
@@ -86,12 +87,27 @@ class Run:
     steps: list[dict[str, Any]]
     top_logprobs: list[list[float]]
 
+    @classmethod
+    def of(cls, answer: dict[str, Any], steps: dict[str, list[dict[str, Any]]]) -> Run:
+        meta = answer["meta_info"]
+        top_logprobs = [[entry[0] for entry in top] for top in meta["output_top_logprobs"]]
+        finish = meta["finish_reason"]["type"]
+        steps_of = steps[meta["id"]]
+        return cls(answer["output_ids"], meta["mtp_effective_k"], finish, steps_of, top_logprobs)
+
+    def margin(self, place: int) -> float:
+        """Returns how close the choice of a token was: its distance in logits to the second, or of
+        its probability to the threshold."""
+        best, second = self.top_logprobs[place]
+        return min(best - second, abs(math.exp(best) - TAU))
+
 
 @dataclass
 class Findings:
-    """Outcome of one arm."""
+    """Outcome of one arm. EOS, mask and token 0 are shares of all tokens."""
 
     name: str
+    ledger: str
     runs: int = 0
     equal: int = 0
     near_ties: int = 0
@@ -99,37 +115,29 @@ class Findings:
     eos: float = 0.0
     mask: float = 0.0
     token_0: float = 0.0
-    ledger: str = ""
-    is_ledger_exact: bool = False
 
     @property
     def is_clean(self) -> bool:
-        return not self.differences and self.is_ledger_exact
+        return not self.differences and self.ledger == EXACT
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model-path", default="demo")
-    parser.add_argument("--dtype", default="float32", choices=tuple(MAX_GAP))
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--attention-backend", help="default: the device's")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--out", type=Path, help="also write the findings as JSON")
-    return parser.parse_args()
+Runs = dict[tuple[str, int], Run]  # by mode and k, and prompt
 
 
-def all_arms(device: str) -> list[Arm]:
-    """The plainest one first."""
+def servers_of(device: str) -> list[list[Arm]]:
+    """Lists the arms of each server, the plainest arm first; they differ in the batch alone."""
     graphs: tuple[bool | None, ...] = (None,) if device == "cpu" else (False, True)
-    switches = itertools.product(graphs, (False, True), (False, True), (1, 8))
-    return [Arm(overlap, radix, batch, graph) for graph, overlap, radix, batch in switches]
+    switches = itertools.product(graphs, (False, True), (False, True))
+    return [
+        [Arm(overlap, radix, batch, graph) for batch in (1, 8)]
+        for graph, overlap, radix in switches
+    ]
 
 
 def run_server(
     arms: list[Arm], arguments: argparse.Namespace, mask: int
-) -> dict[Arm, tuple[dict[tuple[str, int], Run], str, bool]]:
-    """All runs of arms that differ in the batch alone: one server serves them."""
+) -> tuple[dict[Arm, Runs], str]:
+    """All runs of the arms of a server, and its ledger."""
     arm = arms[0]
     flags: dict[str, Any] = {
         "disable_overlap_schedule": not arm.overlap,
@@ -148,16 +156,11 @@ def run_server(
             state = engine.get_server_info()["internal_states"][0]
         steps = read_trace(trace, mask)
     names = ("legacy_missing_tokens", "orphan_token_count", "overlap_token_count")
-    counts = [state[name] for name in names]
-    ledger = "/".join(map(str, counts))
-    return {
-        arm: (
-            {key: as_run(answer, steps) for key, answer in found.items()},
-            ledger,
-            not any(counts),
-        )
+    runs = {
+        arm: {key: Run.of(answer, steps) for key, answer in found.items()}
         for arm, found in answers.items()
     }
+    return runs, "/".join(str(state[name]) for name in names)
 
 
 def generate(
@@ -190,17 +193,6 @@ def read_trace(path: Path, mask: int) -> dict[str, list[dict[str, Any]]]:
         if record["phase_before"] != "prefill" and len(found) < NUM_TRACED_STEPS:
             found.append(without_masks(record, mask))
     return steps
-
-
-def as_run(answer: dict[str, Any], steps: dict[str, list[dict[str, Any]]]) -> Run:
-    meta = answer["meta_info"]
-    return Run(
-        output_ids=answer["output_ids"],
-        effective_k=meta["mtp_effective_k"],
-        finish=meta["finish_reason"]["type"],
-        steps=steps[meta["id"]],
-        top_logprobs=[[entry[0] for entry in top] for top in meta["output_top_logprobs"]],
-    )
 
 
 def without_masks(step: dict[str, Any], mask: int) -> dict[str, Any]:
@@ -236,13 +228,6 @@ def wrong_graphs(arm: Arm, run: Run) -> str:
     return "" if all(flag == wanted for flag in used) else f"steps replayed graphs: {used}"
 
 
-def margin(run: Run, place: int) -> float:
-    """Returns how close the choice of a token was: its distance in logits to the second, or of its
-    probability to the threshold."""
-    best, second = run.top_logprobs[place]
-    return min(best - second, abs(math.exp(best) - TAU))
-
-
 def first_difference(left: list[int], right: list[int]) -> int | None:
     pairs = enumerate(zip(left, right))
     place = next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
@@ -260,63 +245,68 @@ def compare(arm: Run, plainest: Run, what: str, max_gap: float, findings: Findin
         findings.equal += 1
         return
     nearby = range(max(0, (place or 0) - 3), min((place or 0) + 4, len(plainest.top_logprobs)))
-    if place is not None and any(margin(plainest, near) <= max_gap for near in nearby):
+    if place is not None and any(plainest.margin(near) <= max_gap for near in nearby):
         findings.near_ties += 1
         return
     findings.differences.append(f"{what}: {problem or f'outputs differ at token {place}'}")
 
 
-def fractions(runs: list[Run], special: tuple[set[int], int]) -> tuple[float, float, float]:
-    """Shares of EOS, mask and token 0 among all tokens."""
-    tokens = [token for run in runs for token in run.output_ids]
-    eos, mask = special
-    counts = (sum(t in eos for t in tokens), tokens.count(mask))
-    return counts[0] / len(tokens), counts[1] / len(tokens), tokens.count(0) / len(tokens)
+def judge(
+    arm: Arm, runs: Runs, plainest: Runs, ledger: str, arguments: argparse.Namespace
+) -> Findings:
+    """Compares an arm with the plainest one."""
+    found = Findings(arm.name, ledger)
+    for key, run in runs.items():
+        what = f"{key[0]}, prompt {key[1]}"
+        compare(run, plainest[key], what, MAX_GAP[arguments.dtype], found)
+        if wrong := wrong_graphs(arm, run):
+            found.differences.append(f"{what}: {wrong}")
+    if found.near_ties > max(1, MAX_SHARE * found.runs):
+        found.differences.append(f"{found.near_ties} near-ties are too many")
+    return found
 
 
-def print_table(findings: list[Findings]) -> None:
-    width = max(len(item.name) for item in findings)
-    print(f"{'arm':{width}}  runs  equal  ties  diff    EOS   mask    id0  ledger  verdict")
-    for item in findings:
-        print(
-            f"{item.name:{width}}  {item.runs:4}  {item.equal:5}  {item.near_ties:4}"
-            f"  {len(item.differences):4}  {item.eos:.3f}  {item.mask:.3f}  {item.token_0:.3f}"
-            f"  {item.ledger:6}  {'clean' if item.is_clean else 'BROKEN'}"
-        )
-    for item in findings:
-        for difference in item.differences[:5]:
-            print(f"{item.name}: {difference}", file=sys.stderr)
+def count_symptoms(found: Findings, runs: Runs, eos: set[int], mask: int) -> None:
+    """Adds the shares of EOS, mask and token 0 to what was found of an arm."""
+    tokens = [token for run in runs.values() for token in run.output_ids]
+    found.eos = sum(token in eos for token in tokens) / len(tokens)
+    found.mask, found.token_0 = (tokens.count(token) / len(tokens) for token in (mask, 0))
+    if found.mask:
+        found.differences.append("the mask token was emitted")
+
+
+def print_findings(findings: list[Findings]) -> None:
+    print_rows(
+        {**asdict(found), "differences": len(found.differences), "is_clean": found.is_clean}
+        for found in findings
+    )
+    for found in findings:
+        for difference in found.differences[:5]:
+            print(f"{found.name}: {difference}", file=sys.stderr)
 
 
 def main() -> int:
     """Runs all arms; returns the exit code."""
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model-path", default="demo")
+    add("--dtype", default="float32", choices=tuple(MAX_GAP))
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--attention-backend", help="default: the device's")
+    add("--new-tokens", type=int, default=48)
+    add("--out", type=Path, help="also write the findings as JSON")
+    arguments = parser.parse_args()
     model = load_model_config(arguments.model_path)
     mask = model.hf["mtp_mask_token_id"]
-    special = (set(model.eos_token_ids), mask)
-    groups: dict[Any, list[Arm]] = defaultdict(list)
     device = Platform.probe().device if arguments.device == "auto" else arguments.device
-    for arm in all_arms(device):
-        groups[arm.overlap, arm.radix, arm.use_graph].append(arm)
-    results = {}
-    for arms in tqdm(groups.values(), desc="servers", unit="server"):
-        results |= run_server(arms, arguments, mask)
-    plainest = results[all_arms(device)[0]][0]
-    findings = []
-    for arm, (runs, ledger, is_exact) in results.items():
-        found = Findings(arm.name, ledger=ledger, is_ledger_exact=is_exact)
-        for key, run in runs.items():
-            what = f"{key[0]}, prompt {key[1]}"
-            compare(run, plainest[key], what, MAX_GAP[arguments.dtype], found)
-            if wrong := wrong_graphs(arm, run):
-                found.differences.append(f"{what}: {wrong}")
-        if found.near_ties > max(1, MAX_SHARE * found.runs):
-            found.differences.append(f"{found.near_ties} near-ties are too many")
-        found.eos, found.mask, found.token_0 = fractions(list(runs.values()), special)
-        if found.mask:
-            found.differences.append("the mask token was emitted")
-        findings.append(found)
-    print_table(findings)
+    findings, plainest = [], Runs()
+    for arms in tqdm(servers_of(device), desc="servers", unit="server"):
+        runs_of, ledger = run_server(arms, arguments, mask)
+        plainest = plainest or runs_of[arms[0]]
+        for arm, runs in runs_of.items():
+            findings.append(judge(arm, runs, plainest, ledger, arguments))
+            count_symptoms(findings[-1], runs, set(model.eos_token_ids), mask)
+    print_findings(findings)
     if arguments.out is not None:
         report = {
             **describe_environment(),

@@ -10,16 +10,12 @@ read one step after its own.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import statistics
 import time
-from collections import defaultdict
+from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 import sglang
-from benchmark.command import make_parser, print_rows, store
+from benchmark.command import make_parser, medians, print_rows, store, take_turns
 from benchmark.environment import describe_environment
 
 NUM_REQUESTS, CHUNK = 64, 512
@@ -113,23 +109,20 @@ async def pause(
     return found
 
 
-async def measure(engine: sglang.Engine, rounds: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """Medians over the rounds, the cases in turn within each; the first round warms up."""
-    samples = defaultdict(list)
-    for number, case in itertools.product(range(rounds + 1), CASES):
-        phase, kind, mode = case
-        found = await pause(engine, phase, KINDS[kind], mode)
-        if number:
-            samples[case].append(found)
-        bar.update()
+def measure(engine: sglang.Engine, num_rounds: int) -> list[dict[str, Any]]:
+    """Medians over the rounds, the cases in turn within each; one more round warms up."""
+
+    def run(phase: str, kind: str, mode: str) -> dict[str, float]:
+        return asyncio.run(pause(engine, phase, KINDS[kind], mode))
+
+    works = {case: partial(run, *case) for case in CASES}
+    take_turns(works, 1)
     rows = []
-    for (phase, kind, mode), found in samples.items():
-        values = {name: [each[name] for each in found] for name in found[0]}
-        medians = {name: round(statistics.median(each), 2) for name, each in values.items()}
-        longest = round(max(values["pause_ms"]), 2)
-        rows.append(
-            {"phase": phase, "kind": kind, "mode": mode, **medians, "longest_pause_ms": longest}
-        )
+    for (phase, kind, mode), runs in take_turns(works, num_rounds).items():
+        figures = {name: round(value, 2) for name, value in medians(runs).items()}
+        longest = round(max(each["pause_ms"] for each in runs), 2)
+        case = {"phase": phase, "kind": kind, "mode": mode}
+        rows.append({**case, **figures, "longest_pause_ms": longest})
     return rows
 
 
@@ -139,18 +132,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     rows = []
-    with tqdm(total=2 * (arguments.rounds + 1) * len(CASES), unit="pause") as bar:
-        for overlap in (True, False):
-            with sglang.Engine(
-                model_path="demo",
-                max_running_requests=NUM_REQUESTS,
-                chunked_prefill_size=CHUNK,
-                max_total_tokens=80_000,
-                disable_radix_cache=True,
-                disable_overlap_schedule=not overlap,
-            ) as engine:
-                found = asyncio.run(measure(engine, arguments.rounds, bar))
-            rows += [{"overlap": overlap, **row} for row in found]
+    for overlap in (True, False):
+        with sglang.Engine(
+            model_path="demo",
+            max_running_requests=NUM_REQUESTS,
+            chunked_prefill_size=CHUNK,
+            max_total_tokens=80_000,
+            disable_radix_cache=True,
+            disable_overlap_schedule=not overlap,
+        ) as engine:
+            rows += [{"overlap": overlap, **row} for row in measure(engine, arguments.rounds)]
     print_rows(rows)
     result = {**describe_environment(), "requests": NUM_REQUESTS, "chunk": CHUNK, "rows": rows}
     store(arguments.out, result)

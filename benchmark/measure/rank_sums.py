@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, print_rows, store
+from benchmark.command import make_parser, print_rows, store, take_turns
 from benchmark.environment import describe_environment
 from sglang.srt.distributed.group import RankGroup
 from sglang.srt.entrypoints.children import child_environ
@@ -77,14 +78,17 @@ def measure(ways: dict[str, RankGroup], arguments: argparse.Namespace) -> list[d
             for _ in range(arguments.sums):
                 ranks.sum(x)
 
-        works = {way: replayable(lambda r=r: sums(r), device) for way, r in ways.items()}  # type: ignore[misc]
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(REPEATS):
-            for way in in_turn(ways, number):
-                ways[way].least(0)  # both ranks begin now
-                start = time.perf_counter()
-                works[way]()
-                times[way].append((time.perf_counter() - start) / arguments.sums * 1e6)
+        def sum_us(ranks: RankGroup, work: Callable[[], None]) -> float:
+            ranks.least(0)  # both ranks begin now
+            start = time.perf_counter()
+            work()
+            return (time.perf_counter() - start) / arguments.sums * 1e6
+
+        works = {
+            way: partial(sum_us, ranks, replayable(partial(sums, ranks), device))
+            for way, ranks in ways.items()
+        }
+        times = take_turns(works, REPEATS)
         medians = {f"{way}_us": statistics.median(found) for way, found in times.items()}
         equal = all(totals[0].equal(total) for total in totals)
         rows.append({"bytes": size, **medians, "equal": equal})

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmark.command import in_turn, make_parser, print_rows, store
+from benchmark.command import make_parser, print_rows, store, take_turns
 from benchmark.environment import describe_environment
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
@@ -78,9 +79,8 @@ class Step:
         self.case, count = case, case.num_requests
         num_slots = case.num_groups * case.prefix_len + count * case.own_len
         table = ReqToTokenPool(NUM_ROWS, CONTEXT_LEN, device)
-        self.pool = MHATokenToKVPool(
-            num_slots, 1, LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, device
-        )  # fmt: skip
+        sizes = LAYERS, NUM_KV_HEADS, HEAD_DIM
+        self.pool = MHATokenToKVPool(num_slots, 1, *sizes, dtype, device)
         for kv in self.pool.kv:
             kv.normal_()
         self.q = torch.randn(count, NUM_HEADS, HEAD_DIM, dtype=dtype, device=device)
@@ -145,10 +145,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Measures a case: the median of rounds, and the largest difference of the results."""
     step = Step(case, "cuda")
     captured = {name: step.captured(name) for name in step.batches}
-    times: dict[str, list[float]] = {name: [] for name in captured}
-    for number in range(rounds):
-        for name in in_turn(captured, number):
-            times[name].append(replay_ms(captured[name][0]))
+    works = {name: partial(replay_ms, graph) for name, (graph, _) in captured.items()}
+    times = take_turns(works, rounds)
     pairs = zip(*(results for _, results in captured.values()), strict=True)
     difference = max((one - other).abs().max().item() for one, other in pairs)
     medians = {f"{name}_ms": statistics.median(values) for name, values in times.items()}

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,13 @@ from benchmark.command import make_parser, store
 from benchmark.environment import describe_environment
 from benchmark.goals import STARTUP_S
 from benchmark.http_load import answer_once
-from benchmark.random_model import GEOMETRIES, random_head, random_model
-from benchmark.server_process import ServerLog, running_server
+from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.server_process import RunningServer, running_server
 from sglang.srt.model_config import resolve_model_path
 
 NUM_TOKENS = 16
 FLAGS = "--max-running-requests 128 --context-length 4096"
-EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path")
 DUMMY = ("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy")
-MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
     "SGLANG_CACHE_DIR": "sglang",  # of Triton and sgl_kernel too
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
@@ -59,49 +57,42 @@ def phases_of(lines: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def without_paths(line: str) -> str:
-    """A line of a log for a stored result: of the machine's paths only the last name."""
-    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":,)]+/)+", ".../", line)
+def starts(
+    command: list[str], num_warm: int, limit_s: float, num_new: int
+) -> Iterator[tuple[str, RunningServer, float]]:
+    """Starts a server with empty caches of compiled code, then again and again with full ones. Each
+    has given an answer of `num_new` tokens when it is yielded, and is ended afterwards.
 
-
-def stored_log(log: ServerLog) -> list[str]:
-    """The first lines of a log, for a stored result."""
-    return [f"{at:.3f} s: {without_paths(line)}" for at, line in log.lines[:MAX_LOG_LINES]]
-
-
-def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> dict[str, Any]:
-    """One start, one answer, one end; seconds since the process was started.
-
-    Raises:
-        StartError: with the end of the server's log.
-    """
-    with running_server(command, environ, limit_s) as server:
-        asyncio.run(asyncio.wait_for(answer_once(server.port, NUM_TOKENS), limit_s))
-        answered_s = time.perf_counter() - server.start_s
-        stopped_s = server.stop()
-    return {
-        "first_answer_s": round(answered_s, 3),
-        "healthy_s": round(server.healthy_s, 3),
-        "stop_s": round(stopped_s, 3),
-        "phases": phases_of(line for _, line in server.log.lines),
-        "log": stored_log(server.log),
-    }
-
-
-def measure(command: list[str], num_warm: int, limit_s: float) -> list[dict[str, Any]]:
-    """One cold start, then warm ones.
+    Yields:
+        "cold" or "warm", the server, and the seconds from its start to the answer.
 
     Raises:
         StartError: a server failed.
     """
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         environ = {name: str(Path(folder) / place) for name, place in CACHES.items()}
         for path in environ.values():
             Path(path).mkdir()
         for run in tqdm(("cold", *["warm"] * num_warm), unit="start"):
-            rows.append({"run": run, **time_start(command, environ, limit_s)})
-    return rows
+            with running_server(command, environ, limit_s) as server:
+                asyncio.run(asyncio.wait_for(answer_once(server.port, num_new), limit_s))
+                yield run, server, time.perf_counter() - server.start_s
+                if server.process.poll() is None:
+                    server.stop()
+
+
+def measure(command: list[str], num_warm: int, limit_s: float) -> list[dict[str, Any]]:
+    """One cold start, then warm ones; seconds since the process was started."""
+    return [
+        {
+            "run": run,
+            "first_answer_s": round(answered_s, 3),
+            "healthy_s": round(server.healthy_s, 3),
+            "stop_s": round(server.stop(), 3),
+            "phases": phases_of(line for _, line in server.log.lines),
+        }
+        for run, server, answered_s in starts(command, num_warm, limit_s, NUM_TOKENS)
+    ]
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -121,17 +112,13 @@ def main() -> None:
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--warm-runs", type=int, default=2, help="after the cold one, at least one")
     add("--limit-s", type=float, default=240.0, help="of one start")
-    add("--eagle-head", action="store_true", help="with a head of random weights that drafts")
     add("--server-flags", default=FLAGS, help=f'in place of "{FLAGS}"')
     arguments = parser.parse_args()
-    with (
-        random_model(arguments.geometry) as folder,
-        random_head(model := str(resolve_model_path(arguments.model_path or folder))) as head,
-    ):
+    with random_model(arguments.geometry) as folder:
+        model = str(resolve_model_path(arguments.model_path or folder))
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
             *(DUMMY if arguments.model_path is None else ()),
-            *((*EAGLE, head) if arguments.eagle_head else ()),
             *arguments.server_flags.split(),
         ]
         rows = measure(command, arguments.warm_runs, arguments.limit_s)
@@ -140,7 +127,6 @@ def main() -> None:
         print(f"{row['run']} {row['first_answer_s']:6.1f} s to the first answer ({phases})")
     result = {
         "model": arguments.model_path or f"random, {arguments.geometry}",
-        "has_head": arguments.eagle_head,
         "server_flags": arguments.server_flags,
         "asked": STARTUP_S,
         "summary": summarize(rows),

@@ -21,15 +21,15 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import make_parser, print_rows, store, write
+from benchmark.command import print_rows, store, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import MAX_GAP_RATIO
 from benchmark.measure.long_prompts import CONTEXT_LEN
+from benchmark.one_batch import make_random_parser
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
 from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.server_args import ServerArgs
 
 DEFAULT = "default"
 SPARE_TOKENS = 8  # of the context, beyond the long prompt
@@ -41,8 +41,7 @@ STREAM_ENDED = "A stream ended before the long prompts did: raise --output-len."
 
 @dataclass
 class Stream:
-    """Records what came when: seconds of `time.perf_counter`, and the tokens that were there
-    then."""
+    """Arrivals: seconds of `time.perf_counter`, and the tokens that were there then."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
@@ -52,10 +51,6 @@ class Stream:
         chunks = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
         async for chunk in chunks:
             self.arrivals.append((time.perf_counter(), len(chunk["output_ids"])))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.arrivals[-1][1] if self.arrivals else 0
 
 
 def gaps_ms(arrivals: Sequence[tuple[float, int]], start: float, end: float) -> list[float]:
@@ -97,29 +92,6 @@ def is_within(longest_ms: float, bound_ms: float | None) -> bool | None:
     return longest_ms <= MAX_GAP_RATIO * bound_ms if bound_ms else None
 
 
-def figures(
-    streams: Sequence[Stream],
-    alone: tuple[float, float],
-    beside: Sequence[tuple[float, float]],
-    idle_s: float,
-) -> dict[str, Any]:
-    """Returns the figures that are stored of one value of --max-step-ms.
-
-    Args:
-        alone: a time without a long prompt.
-        beside: when each long prompt was sent and when its first token was there.
-        idle_s: until the first token on an idle server.
-    """
-    waits = [end - start for start, end in beside[1:]]
-    return {
-        "alone": describe(streams, [alone]),
-        "beside": describe(streams, beside[1:]),
-        "first_token_s": round(statistics.median(waits), 4),
-        "first_token_s_by_prompt": [round(wait, 4) for wait in waits],
-        "first_token_s_on_idle": round(idle_s, 4),
-    }
-
-
 async def measure(
     engine: sglang.Engine, arguments: argparse.Namespace, vocab_size: int, seeds: Iterator[int]
 ) -> dict[str, Any]:
@@ -148,7 +120,7 @@ async def measure(
             streams, prompts(arguments.streams, arguments.input_len), strict=True
         )
     ]
-    while min(stream.num_tokens for stream in streams) < WARM_TOKENS:
+    while any(not each.arrivals or each.arrivals[-1][1] < WARM_TOKENS for each in streams):
         await asyncio.sleep(POLL_S)
     start = time.perf_counter()
     await asyncio.sleep(ALONE_S)
@@ -160,7 +132,14 @@ async def measure(
         raise RuntimeError(STREAM_ENDED)
     await engine.async_abort_request(abort_all=True)
     await asyncio.gather(*tasks)
-    return figures(streams, alone, beside, idle_s)
+    waits = [end - start for start, end in beside[1:]]
+    return {
+        "alone": describe(streams, [alone]),
+        "beside": describe(streams, beside[1:]),
+        "first_token_s": round(statistics.median(waits), 4),
+        "first_token_s_by_prompt": [round(wait, 4) for wait in waits],
+        "first_token_s_on_idle": round(idle_s, 4),
+    }
 
 
 def measure_value(
@@ -168,14 +147,9 @@ def measure_value(
 ) -> dict[str, Any]:
     """One Engine with a value of --max-step-ms, or with the server's own."""
     flags: dict[str, Any] = {} if value == DEFAULT else {"max_step_ms": float(value)}
-    args = ServerArgs(
-        **dummy_flags(folder),
-        device=arguments.device,
-        attention_backend=arguments.attention_backend,
-        **flags,
-    )
+    flags |= {"device": arguments.device, "attention_backend": arguments.attention_backend}
     vocab_size = GEOMETRIES[arguments.geometry].vocab_size
-    with sglang.Engine(args) as engine:
+    with sglang.Engine(**dummy_flags(folder), **flags) as engine:
         keep_out_of_collections()  # of this process, whose pauses are none of the server's
         info = engine.get_server_info()
         schedule = info["resolved"]["schedule"]
@@ -191,7 +165,7 @@ def measure_value(
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "step_gaps")
+    parser = make_random_parser(__doc__, "step_gaps")
     add = parser.add_argument
     values = [DEFAULT, "0", "20", "40", "80"]
     add("--max-step-ms", nargs="+", default=values, help=f"{DEFAULT}: the server's own")
@@ -200,9 +174,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output-len", type=int, default=3000, help="of a stream, more than it gets to")
     add("--prompt-len", type=int, default=CONTEXT_LEN - SPARE_TOKENS, help="of a long prompt")
     add("--repeats", type=int, default=3, help="long prompts")
-    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
-    add("--device", default="auto")
-    add("--attention-backend")
     return parser.parse_args(argv)
 
 

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmark.command import in_turn, make_parser, print_rows, ratios, store, write
+from benchmark.command import medians, print_rows, ratios, store, take_turns, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
+from benchmark.http_load import summarize
 from benchmark.measure.long_prompts import CONTEXT_LEN
-from benchmark.measure.step_gaps import gaps_ms
-from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
+from benchmark.one_batch import make_random_parser, random_batch
+from benchmark.sse_client import StreamedAnswer
 from sglang.bench_one_batch import OneBatch
-from sglang.benchmark.metrics import percentile
-from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.lookahead.prompt_budget import (
     SHARE_OF_OTHERS,
     PromptAllowance,
@@ -36,7 +33,6 @@ from sglang.srt.lookahead.prompt_budget import (
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import make_prompt_budget
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.step.price_table import PriceTable, StepShape
 
 DEFAULT, TOGETHER, CHUNKS = "default", "together", "chunks"
@@ -47,7 +43,8 @@ LISTS = {  # prompts, their tokens, new tokens
     "16 x (8,192, 129)": (16, 8192, 129),
     "512 x (512, 128)": (512, 512, 128),
 }
-Seeds = Iterator[int]
+LIST_WAYS = ("alone_s", "unbounded_s", "beside_s")
+Rows = list[dict[str, Any]]
 
 
 class SwitchedBudget(PromptBudget):
@@ -85,66 +82,34 @@ def budgets(
     return found
 
 
-@dataclass
-class Sent:
-    """A request: when it was sent, and how many tokens it had when some came."""
+def closed_loop(
+    batch: OneBatch, prompts: list[list[int]], num_new: int, num_clients: int
+) -> dict[str, Any]:
+    """Figures of clients that stream, once all prompts are answered."""
+    params, running, answered = _greedy(num_new), dict[int, StreamedAnswer](), []
+    last = {"meta_info": {"completion_tokens": num_new}}
 
-    at: float
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    def send() -> None:
+        if prompts:
+            batch.add([prompts.pop()], params, streams=True)
+            number = next(reversed(batch.outputs))
+            running[number] = StreamedAnswer(time.perf_counter(), [], last)
 
-
-class ClosedLoop:
-    """Clients of `OneBatch` that stream."""
-
-    def __init__(self, batch: OneBatch, prompts: list[list[int]], num_new: int) -> None:
-        self._batch = batch
-        self._prompts = prompts
-        self._params = _greedy(num_new)
-        self._sent = dict[int, Sent]()
-        self._open = set[int]()
-
-    def run(self, num_clients: int) -> dict[str, float]:
-        """Figures of the load, once all prompts are answered."""
-        start = time.perf_counter()
-        with self._batch.overlapping_steps([], self._params) as step:
-            for _ in range(num_clients):
-                self._send()
-            while self._open:
-                step()
-                self._look(time.perf_counter())
-        seconds = time.perf_counter() - start
-        return self._figures(seconds)
-
-    def _send(self) -> None:
-        if not self._prompts:
-            return
-        self._batch.add([self._prompts.pop()], self._params, streams=True)
-        number = next(reversed(self._batch.outputs))
-        self._sent[number] = Sent(time.perf_counter())
-        self._open.add(number)
-
-    def _look(self, now: float) -> None:
-        for number in list(self._open):
-            sent, count = self._sent[number], len(self._batch.outputs[number])
-            if count > (sent.arrivals[-1][1] if sent.arrivals else 0):
-                sent.arrivals.append((now, count))
-            if count == self._params.max_new_tokens:
-                self._open.remove(number)
-                self._send()
-
-    def _figures(self, seconds: float) -> dict[str, float]:
-        sent = self._sent.values()
-        firsts = [(each.arrivals[0][0] - each.at) * 1e3 for each in sent]
-        gaps = [gap for each in sent for gap in gaps_ms(each.arrivals, 0.0, float("inf"))]
-        return {
-            "tok_s": round(len(sent) * self._params.max_new_tokens / seconds, 1),
-            "first_token_p50_ms": round(percentile(firsts, 0.5), 2),
-            "first_token_p90_ms": round(percentile(firsts, 0.9), 2),
-            "gap_p10_ms": round(percentile(gaps, 0.1), 2),
-            "gap_p50_ms": round(percentile(gaps, 0.5), 2),
-            "gap_p99_ms": round(percentile(gaps, 0.99), 2),
-            "gap_max_ms": round(max(gaps), 2),
-        }
+    start = time.perf_counter()
+    with batch.overlapping_steps([], params) as step:
+        for _ in range(num_clients):
+            send()
+        while running:
+            step()
+            now = time.perf_counter()
+            for number, answer in list(running.items()):
+                count = len(batch.outputs[number])
+                if count > len(answer.events_s):  # a step gives one token
+                    answer.events_s.append(now)
+                if count == num_new:
+                    answered.append(running.pop(number))
+                    send()
+    return summarize(answered, time.perf_counter() - start)
 
 
 def list_beside_s(batch: OneBatch, prompts: list[list[int]], num_new: int) -> float:
@@ -170,67 +135,68 @@ def _greedy(num_new: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
 
 
-Rows = list[dict[str, Any]]
-
-
 def measure_streams(
-    batch: OneBatch, budget: SwitchedBudget, arguments: argparse.Namespace, seeds: Seeds
-) -> Iterator[Rows]:
-    """Rows of all ways, after each round; a short load warms up."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.ways}
+    batch: OneBatch,
+    budget: SwitchedBudget,
+    arguments: argparse.Namespace,
+    seeds: Iterator[int],
+    keep: Callable[[Rows], None],
+) -> None:
+    """Runs the load of all ways in turn; a short one warms up.
 
-    def load(count: int, num_new: int) -> dict[str, float]:
-        shape = arguments.input_len, batch.vocab_size, next(seeds)
-        return ClosedLoop(batch, random_prompts(count, *shape), num_new).run(arguments.clients)
+    Args:
+        keep: stores the rows of all ways, after each round.
+    """
+
+    def load(count: int, num_new: int) -> dict[str, Any]:
+        prompts = random_prompts(count, arguments.input_len, batch.vocab_size, next(seeds))
+        return closed_loop(batch, prompts, num_new, arguments.clients)
+
+    def run(way: str) -> dict[str, Any]:
+        budget.current = budget.ways[way]
+        return load(arguments.num_requests, arguments.output_len)
+
+    def keep_rows(found: Mapping[str, list[dict[str, Any]]]) -> None:
+        keep([{"way": way, **medians(runs), "runs": runs} for way, runs in found.items()])
 
     load(arguments.clients, 16)
-    for number in range(arguments.rounds):
-        for name in tqdm(in_turn(arguments.ways, number), desc=f"round {number + 1}", unit="way"):
-            budget.current = budget.ways[name]
-            found[name].append(load(arguments.num_requests, arguments.output_len))
-        yield [
-            {
-                "way": name,
-                **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
-                "runs": runs,
-            }
-            for name, runs in found.items()
-        ]
+    take_turns({way: partial(run, way) for way in arguments.ways}, arguments.rounds, keep_rows)
 
 
 def measure_lists(
-    batch: OneBatch, budget: SwitchedBudget, arguments: argparse.Namespace, seeds: Seeds
-) -> Iterator[Rows]:
-    """Rows of all lists, after each round: by the default, without any bound, and beside one stream
-    by the default."""
-    ways: dict[str, tuple[str, Callable[[OneBatch, list[list[int]], int], float]]]
-    ways = {
-        "alone_s": (DEFAULT, OneBatch.wall_s),
-        "unbounded_s": (UNBOUNDED, OneBatch.wall_s),
-        "beside_s": (DEFAULT, list_beside_s),
-    }
-    found: dict[str, dict[str, list[float]]] = {name: {way: [] for way in ways} for name in LISTS}
+    batch: OneBatch,
+    budget: SwitchedBudget,
+    arguments: argparse.Namespace,
+    seeds: Iterator[int],
+    keep: Callable[[Rows], None],
+) -> None:
+    """Runs all lists in turn: by the default, without any bound, and beside one stream by the
+    default; see `measure_streams`."""
+
+    def run(name: str, way: str) -> float:
+        count, input_len, num_new = LISTS[name]
+        prompts = random_prompts(count, input_len, batch.vocab_size, next(seeds))
+        budget.current = budget.ways[UNBOUNDED if way == "unbounded_s" else DEFAULT]
+        seconds_of = list_beside_s if way == "beside_s" else OneBatch.wall_s
+        return round(seconds_of(batch, prompts, num_new), 4)
+
+    def keep_rows(found: Mapping[tuple[str, str], list[float]]) -> None:
+        rows = []
+        for name in LISTS:
+            alone, unbounded, beside = (found[name, way] for way in LIST_WAYS)
+            times = dict(zip(LIST_WAYS, (alone, unbounded, beside), strict=True))
+            compared = {"beside_over_alone": ratios(beside, alone)}
+            compared["alone_over_unbounded"] = ratios(alone, unbounded)
+            rows.append({"name": name, **times, **compared})
+        keep(rows)
+
     batch.wall_s(random_prompts(8, 1024, batch.vocab_size, next(seeds)), 8)
-    for number in range(arguments.list_rounds):
-        for name, (count, input_len, num_new) in LISTS.items():
-            for way in in_turn(ways, number):
-                prompts = random_prompts(count, input_len, batch.vocab_size, next(seeds))
-                way_of_budget, seconds_of = ways[way]
-                budget.current = budget.ways[way_of_budget]
-                found[name][way].append(round(seconds_of(batch, prompts, num_new), 4))
-        yield [
-            {
-                "name": name,
-                **times,
-                "beside_over_alone": ratios(times["beside_s"], times["alone_s"]),
-                "alone_over_unbounded": ratios(times["alone_s"], times["unbounded_s"]),
-            }
-            for name, times in found.items()
-        ]
+    works = {each: partial(run, *each) for each in product(LISTS, LIST_WAYS)}
+    take_turns(works, arguments.list_rounds, keep_rows)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "stream_bounds")
+    parser = make_random_parser(__doc__, "stream_bounds")
     add = parser.add_argument
     ways = ["20", "25", "30", "40", f"{TOGETHER} 30", f"{CHUNKS} 512"]
     add("--ways", nargs="+", default=ways, help=f"bounds in ms, `{CHUNKS} N`, `{TOGETHER} MS`")
@@ -240,8 +206,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-requests", type=int, default=512)
     add("--input-len", type=int, default=512)
     add("--output-len", type=int, default=128)
-    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
-    add("--device", default="auto")
     add("--max-step-ms", type=float, help=f"of the way `{DEFAULT}`; default: the server's own")
     return parser.parse_args(argv)
 
@@ -261,22 +225,23 @@ def main() -> None:
         made.append(SwitchedBudget(budgets(arguments.ways, max_tokens, prices, default)))
         return made[0]
 
-    with random_model(arguments.geometry, CONTEXT_LEN) as folder:
-        batch = OneBatch(
-            ServerArgs(
-                **dummy_flags(folder),
-                device=arguments.device,
-                max_step_ms=arguments.max_step_ms,
-                max_running_requests=arguments.clients + 1,  # a list, and a stream beside it
-                disable_radix_cache=True,
-            ),
-            make_budget=make,
-        )
-        keep_out_of_collections()
-        for rows in measure_streams(batch, made[0], arguments, seeds):
-            write(arguments.out, result := {**result, "streams": rows})
-        for rows in measure_lists(batch, made[0], arguments, seeds):
-            write(arguments.out, result := {**result, "lists": rows})
+    def keep(name: str, rows: Rows) -> None:
+        result[name] = rows
+        write(arguments.out, result)
+
+    batch = random_batch(
+        arguments.geometry,
+        CONTEXT_LEN,
+        make_budget=make,
+        device=arguments.device,
+        attention_backend=arguments.attention_backend,
+        max_step_ms=arguments.max_step_ms,
+        max_running_requests=arguments.clients + 1,  # a list, and a stream beside it
+    )
+    if arguments.rounds:
+        measure_streams(batch, made[0], arguments, seeds, partial(keep, "streams"))
+    if arguments.list_rounds:
+        measure_lists(batch, made[0], arguments, seeds, partial(keep, "lists"))
     print_rows(result.get("streams", []) + result.get("lists", []))
     store(arguments.out, result)
 

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.command import store
-from benchmark.drafters import drafter_flags
 from benchmark.engine_load import Budget
 from benchmark.environment import ROOT, describe_environment, measured_commit
 from benchmark.experiments import EXPERIMENTS
 from benchmark.measure.experiment import parse as parse_experiment
-from benchmark.mtp_model import code_prompts, engine_flags, model_path_of, settings
+from benchmark.mtp_model import code_prompts, drafter_flags, engine_flags, model_path_of, settings
 from benchmark.paired import Figures, Pair, Paired, measure_rounds, print_ratios
-from benchmark.ways import EngineWay
+from benchmark.ways import EngineWay, servings
 
 STOP_LIMIT_S = 60.0
 SOURCES = ("python", "sgl-kernel/python")
@@ -100,19 +99,6 @@ def tree_engines(
             for engine in engines.values():
                 engine.receive()
         yield engines
-
-
-def servings(ways: Mapping[str, EngineWay]) -> list[dict[str, EngineWay]]:
-    """Groups ways that share an Engine."""
-    groups: list[dict[str, EngineWay]] = []
-    for name, way in ways.items():
-        for group in groups:
-            if next(iter(group.values())).serving == way.serving:
-                group[name] = way
-                break
-        else:
-            groups.append({name: way})
-    return groups
 
 
 def paired_trees(

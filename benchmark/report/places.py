@@ -19,6 +19,13 @@ from benchmark.report import (
 from benchmark.report.markdown import Result, provenance
 
 RESULTS = "benchmark/results"
+Maker = Callable[[list[Result]], str]
+
+
+def read_results(root: Path, pattern: str) -> list[Result]:
+    """Reads the stored results of a pattern, in the order of their names."""
+    files = sorted((root / RESULTS).glob(pattern))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Table:
 
     page: str
     results: str
-    make: Callable[[list[Result]], str]
+    make: Maker
     has_provenance: bool = False
     command: str | None = None
 
@@ -45,15 +52,14 @@ class Table:
         Raises:
             SystemExit: a result is of no commit, or of changed files.
         """
-        files = sorted((root / RESULTS).glob(self.results))
-        if not files:
+        found = read_results(root, self.results)
+        if not found:
             if self.command is not None:
                 return f"`{self.command}` has not been run at this commit.\n"
             return f"Not measured: there is no `{RESULTS}/{self.results}`.\n"
-        found: list[Result] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        for file, result in zip(files, found, strict=True):
+        for result in found:
             if result.get("dirty") or result.get("commit") == "unknown":
-                raise SystemExit(f"{file} was measured of files that are not those of a commit.")
+                raise SystemExit(f"{self.results}: of files that are not those of a commit.")
         text = self.make(found)
         if self.has_provenance:
             text += "\n" + "\n".join(provenance(result) for result in found)
@@ -80,12 +86,12 @@ class Plot:
         Raises:
             SystemExit: without a result or matplotlib; the message names the remedy.
         """
-        files = sorted((root / RESULTS).glob(self.results))
-        if not files:
+        found = read_results(root, self.results)
+        if not found:
             sys.exit(
                 f"There is no {RESULTS}/{self.results}: python -m benchmark.measure.{self.measure}"
             )
-        self.draw([json.loads(file.read_text(encoding="utf-8")) for file in files], path)
+        self.draw(found, path)
 
 
 README, MTP, PERFORMANCE = "README.md", "docs/mtp.md", "docs/performance.md"
@@ -93,9 +99,16 @@ MODELS = "docs/models.md"
 RELIABILITY, ADAPTIVE = "docs/reliability.md", "docs/adaptive.md"
 
 
-def headline(page: str, make: Callable[[list[Result]], str]) -> Table:
+def headline(page: str, make: Maker) -> Table:
     """Makes a table of the result of `benchmark.headline`."""
     return Table(page, "headline.json", make, command="python -m benchmark.headline")
+
+
+def of_own_result(page: str, has_provenance: bool = True, **makers: Maker) -> dict[str, Table]:
+    """Makes tables that are named as the result that each is made of."""
+    return {
+        name: Table(page, f"{name}.json", make, has_provenance) for name, make in makers.items()
+    }
 
 
 TABLES = {
@@ -107,46 +120,32 @@ TABLES = {
         f"headline_{name}": headline(PERFORMANCE, partial(headline_tables.figures, names=names))
         for name, names in headline_tables.PAGE.items()
     },
-    **{
-        name: Table(PERFORMANCE, f"{name}.json", make, has_provenance=True)
-        for name, make in (
-            ("streams_by_bound", stream_tables.streams_by_bound),
-            ("lists_beside_streams", stream_tables.lists_beside),
-        )
-    },
-    "replay_shares": Table(
-        PERFORMANCE, "replay_*.json", speculation_tables.replay_shares, has_provenance=True
+    **of_own_result(
+        PERFORMANCE,
+        streams_by_bound=stream_tables.streams_by_bound,
+        lists_beside_streams=stream_tables.lists_beside,
     ),
+    "replay_shares": Table(PERFORMANCE, "replay_*.json", speculation_tables.replay_shares, True),
     "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
-    **{
-        name: Table(ADAPTIVE, f"{name}.json", make, has_provenance=True)
-        for name, make in (
-            ("adaptive_steps", speculation_tables.adaptive_steps),
-            ("adaptive_stationary_auto", speculation_tables.adaptive_stationary),
-            ("adaptive_costs", speculation_tables.adaptive_costs),
-        )
-    },
-    "fp8_quality": Table(
-        MODELS, "fp8_quality.json", document_tables.fp8_quality, has_provenance=True
+    **of_own_result(
+        ADAPTIVE,
+        adaptive_steps=speculation_tables.adaptive_steps,
+        adaptive_stationary_auto=speculation_tables.adaptive_stationary,
+        adaptive_costs=speculation_tables.adaptive_costs,
     ),
-    "expert_model": Table(
+    **of_own_result(
         MODELS,
-        "expert_model.json",
-        document_tables.expert_model,
-        has_provenance=True,
-        command="python -m benchmark.measure.expert_model",
+        fp8_quality=document_tables.fp8_quality,
+        expert_model=document_tables.expert_model,
     ),
-    "costly_requests": Table(
-        RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
+    **of_own_result(RELIABILITY, costly_requests=document_tables.costly_requests),
+    **of_own_result(
+        RELIABILITY,
+        has_provenance=False,
+        soak=document_tables.ledger,
+        hostile=document_tables.ledger,
+        faults=document_tables.faults,
     ),
-    **{
-        name: Table(RELIABILITY, f"{name}.json", make)
-        for name, make in (
-            ("soak", document_tables.ledger),
-            ("hostile", document_tables.ledger),
-            ("faults", document_tables.faults),
-        )
-    },
 }
 PLOTS = {
     "adaptive_steps.svg": Plot(

@@ -18,8 +18,9 @@ from sglang.srt.lookahead.matched_drafts import MatchedDrafts, class_of
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from simulated_rounds import LAG, right_drafts
 
-MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
+MAX_DRAFTS, PLAIN_MS = 11, 4.4
 LONGEST = 18
 # That a draft is right, by class of match, where nothing is repeated: chance alone.
 CHANCE = (0.01, 0.02, 0.05, 0.1, 0.3, 0.5)
@@ -27,17 +28,8 @@ CHAIN = tuple((0, place) for place in range(MAX_DRAFTS))
 # Branch and place of each node of a tree, in the order of likelihood: where nothing is repeated
 # other first tokens are as good as second ones.
 NOVEL_NODES = (
-    (0, 0),
-    (1, 0),
-    (0, 1),
-    (2, 0),
-    (0, 2),
-    (1, 1),
-    (0, 3),
-    (3, 0),
-    (0, 4),
-    (0, 5),
-    (1, 2),
+    *((0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1)),
+    *((0, 3), (3, 0), (0, 4), (0, 5), (1, 2)),
 )
 REPEATED_NODES = (*((0, place) for place in range(7)), (1, 0), (1, 1), (2, 0), (3, 0))
 
@@ -83,10 +75,8 @@ class Decoding:
             rights = [self._right(length, repeats) for length in self.lens[-1]]
             fed = zip(self.lens[-1], rights, strict=True)
             self.unread.append([(length, self.tier, right) for length, right in fed])
-            self.lens.append([
-                self._next(length + len(right) + 1, repeats)
-                for length, right in zip(self.lens[-1], rights, strict=True)
-            ])  # fmt: skip
+            lens = zip(self.lens[-1], rights, strict=True)
+            self.lens.append([self._next(each + len(right) + 1, repeats) for each, right in lens])
             self.lens.popleft()
             num_tokens += sum(map(len, rights)) + self.num_reqs
             ms += self.prices.round_ms(upcoming, self.tier)
@@ -119,18 +109,12 @@ class Decoding:
         order = CHAIN
         if self.has_trees:
             order = REPEATED_NODES if repeats else NOVEL_NODES
-        branch, num_right = 0, self._run(chance)
+        branch, num_right = 0, right_drafts(self.random, MAX_DRAFTS, chance)
         if num_right == 0:
-            branch, num_right = self.random.choice([1, 2, 3]), self._run(chance / 2)
+            branch = self.random.choice([1, 2, 3])
+            num_right = right_drafts(self.random, MAX_DRAFTS, chance / 2)
         right = {(branch, place) for place in range(num_right)}
         return [place for place, node in enumerate(order[: self.tier]) if node in right]
-
-    def _run(self, chance: float) -> int:
-        """Draws how many nodes of a branch are right."""
-        num_right = 0
-        while num_right < MAX_DRAFTS and self.random.random() < chance:
-            num_right += 1
-        return num_right
 
     def _next(self, match_len: int, repeats: bool) -> int:
         if repeats or self.random.random() < 0.05:
@@ -140,12 +124,8 @@ class Decoding:
 
 def decoding(per_row: float, num_reqs: int, has_trees: bool = False) -> Decoding:
     prices = Prices(per_row)
-    policy = MatchedDrafts(
-        PolicyParts(
-            options=RoundOptions(MAX_DRAFTS, num_free=MAX_DRAFTS, trees_of_any_size=has_trees),
-            rounds=prices,
-        )
-    )
+    options = RoundOptions(MAX_DRAFTS, num_free=MAX_DRAFTS, trees_of_any_size=has_trees)
+    policy = MatchedDrafts(PolicyParts(options=options, rounds=prices))
     return Decoding(policy, prices, num_reqs, has_trees)
 
 
@@ -166,12 +146,8 @@ def test_where_nothing_is_repeated_it_costs_next_to_nothing(
 @pytest.mark.parametrize(
     ("per_row", "num_reqs", "least", "has_trees"),
     [
-        (0.003, 1, 7, False),
-        (0.01, 1, 7, False),
-        (0.003, 8, 6, False),
-        (0.003, 1, 5.5, True),
-        (0.01, 1, 5.5, True),
-        (0.003, 8, 5, True),
+        *((0.003, 1, 7, False), (0.01, 1, 7, False), (0.003, 8, 6, False)),
+        *((0.003, 1, 5.5, True), (0.01, 1, 5.5, True), (0.003, 8, 5, True)),
     ],
 )
 def test_repetition_is_made_use_of_within_a_few_steps(

@@ -85,7 +85,7 @@ class Decoding:
             tier = policy.choose(drafting_step(self.num_reqs)).limit - 1
             num_switches += policy.settled != settled
             settled = policy.settled
-            found = [right_drafts(luck, tier, chance(tiers.total())) for _ in rows]
+            found = [self.right(row, tier, chance(tiers.total()), luck) for row in rows]
             given += self.num_reqs + sum(found)
             now_ms += costs_ms[tier]
             tiers[tier] += 1
@@ -93,6 +93,10 @@ class Decoding:
             if len(unread) > LAG:
                 self._read(*unread.popleft())
         return Decoded(now_ms * self.num_reqs / given, tiers, num_switches, now_ms)
+
+    def right(self, row: int, tier: int, chance: float, luck: random.Random) -> int:
+        """Draws how many drafts of a request are right."""
+        return right_drafts(luck, tier, chance)
 
     def _read(self, tier: int, settled: int, *found: int) -> None:
         rows = range(self.num_reqs)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmark import one_batch
 from benchmark.measure import adaptive_costs
 from benchmark.measure.adaptive_costs import (
     PAIRS,
@@ -110,23 +111,29 @@ def test_a_real_worker_is_measured_at_the_tiers_that_were_set(
     was set before it."""
     monkeypatch.setattr(adaptive_costs, "POLICY_ROUNDS", 3)
     monkeypatch.setattr(adaptive_costs, "WARM_STEPS", 3)
+    monkeypatch.setattr(one_batch, "keep_out_of_collections", lambda: None)
+    policies: list[ScheduledTier] = []
+
+    class Noted(ScheduledTier):
+        def __init__(self, parts: PolicyParts) -> None:
+            super().__init__(parts)
+            policies.append(self)
+
+    monkeypatch.setattr(adaptive_costs, "ScheduledTier", Noted)
     seen: list[tuple[tuple[int, ...], set[int]]] = []
     median_us = Measured._median_us
 
     def noting(self: Measured, step: Any, turns: tuple[int, ...], num_steps: int) -> float:
         found = median_us(self, step, turns, num_steps)
-        policy = self.worker.worker._planner.policy  # type: ignore[attr-defined]
+        [policy] = policies
         seen.append((turns, {policy.settled}))
-        assert len(self.worker.launch_ns) == num_steps
+        assert len(self.launch_ns) == num_steps
         return found
 
     monkeypatch.setattr(Measured, "_median_us", noting)
-    monkeypatch.setattr(adaptive_costs, "keep_out_of_collections", lambda: None)
-    slots = tmp_path / "slots.json"
-    slots.write_text(json.dumps({"1": {"candidate_steps": TIERS}}))
-    with random_model("tiny") as folder, random_head(folder) as head:
-        arguments = parse([*SMALL, "--steps=2", "--repeats=1"])
-        result = measure(arguments, folder, head, str(slots))
+    every_tier = tmp_path / "every_tier.json"
+    every_tier.write_text(json.dumps({"1": {"candidate_steps": TIERS}}))
+    result = measure(parse([*SMALL, "--steps=2", "--repeats=1"]), str(every_tier))
     assert [turns for turns, _ in seen] == [*((tier,) for tier in TIERS), *PAIRS]
     assert all(settled <= {*turns} for turns, settled in seen)
     assert result["memory"] == []

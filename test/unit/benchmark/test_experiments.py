@@ -104,6 +104,7 @@ class FakeEngine:
         self.salts.append(given.get("cache_salt"))
         self.params.append(given["sampling_params"])
         await asyncio.sleep(0)
+        return {"meta_info": {}}
 
     def shutdown(self) -> None:
         self.flags = {}

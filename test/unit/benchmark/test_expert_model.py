@@ -66,7 +66,7 @@ def test_a_step_reads_chosen_experts_the_rest_and_kv() -> None:
 
 
 def test_equal_tokens_are_counted_in_their_places() -> None:
-    assert equal_share({0: [1, 2], 1: [3, 4]}, {0: [1, 3], 1: [4, 4]}) == 0.5
+    assert equal_share([[1, 2], [3, 4]], [[1, 3], [4, 4]]) == 0.5
 
 
 def test_choices_of_a_running_model_are_those_of_all_rows_of_its_steps() -> None:
@@ -75,7 +75,7 @@ def test_choices_of_a_running_model_are_those_of_all_rows_of_its_steps() -> None
     choices, tokens = running.count(2, TINY)
     assert choices.uses.sum(1).tolist() == [2 * STEPS * TINY.num_chosen] * TINY.num_layers
     assert len(choices.num_used) == STEPS * TINY.num_layers
-    assert all(len(each) >= ROUNDS * STEPS for each in tokens.values())
+    assert all(len(each) >= ROUNDS * STEPS for each in tokens)
     needed, item_bytes = ModelBytes.of(running.runner), running.runner.kv_pool.kv[0].itemsize
     assert needed.expert == 3 * TINY.hidden_size * TINY.expert_size * item_bytes
     whole = sum(each.nbytes for each in running.runner.model.parameters())

@@ -187,9 +187,9 @@ def test_weights_are_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_size": 512}, "powers of 4"),
-        ({"hidden_size": 2304}, "powers of 4"),
-        ({"hidden_size": 1000}, "powers of 4"),
+        ({"hidden_size": 512}, "power of 4"),
+        ({"hidden_size": 2304}, "power of 4"),
+        ({"hidden_size": 1000}, "power of 4"),
         ({"hidden_size": 256}, "spare"),
         ({"head_dim": 256}, "head_dim"),
         ({"num_layers": 3}, "num_layers"),

@@ -8,8 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmark.inflate import Filling, InflationError, plan_inflation, write_model
-from benchmark.inflate_head import NAMES, inflated_head, pad_draft_vocabulary, write_head
+from benchmark.inflate import (
+    HEAD_LAYOUTS,
+    Filling,
+    InflationError,
+    pad_draft_vocabulary,
+    plan_inflation,
+    write_head,
+    write_model,
+)
 from benchmark.random_model import Geometry
 from draft_heads import FILE, Oracle
 from sglang.srt.head_config import load_head_config
@@ -58,7 +65,7 @@ def logits_of(base: Path, folder: Path, algorithm: str) -> tuple[torch.Tensor, t
 @pytest.mark.long_matrix
 @pytest.mark.parametrize("silent_std", [0.0, 1e-12])
 @pytest.mark.parametrize(
-    ("algorithm", "draft_vocab_size"), [*((name, None) for name in NAMES), (EAGLE3, 40)]
+    ("algorithm", "draft_vocab_size"), [*((name, None) for name in HEAD_LAYOUTS), (EAGLE3, 40)]
 )
 def test_logits_stay_what_they_were(
     algorithm: str, draft_vocab_size: int | None, silent_std: float, tmp_path: Path
@@ -79,10 +86,10 @@ def test_logits_stay_what_they_were(
     plan = plan_inflation(config, LARGE)
     filling = Filling(dtype=torch.float32, silent_std=silent_std)
     write_model(config, tmp_path / "big", plan, filling)
-    small_head = load_head_config(str(folder), NAMES[algorithm], config)
+    small_head = load_head_config(str(folder), HEAD_LAYOUTS[algorithm], config)
     write_head(small_head, tmp_path / "big_head", plan, filling, draft_vocab_size)
     big = load_model_config(str(tmp_path / "big"))
-    loaded = load_head_config(str(tmp_path / "big_head"), NAMES[algorithm], big)
+    loaded = load_head_config(str(tmp_path / "big_head"), HEAD_LAYOUTS[algorithm], big)
     assert (loaded.hidden_size, loaded.num_heads, loaded.num_layers) == (128, 16, 1)
 
     small = logits_of(base, folder, algorithm)
@@ -108,16 +115,3 @@ def test_a_vocabulary_that_cannot_be_padded_is_refused(tmp_path: Path) -> None:
     for size in (8, 42):  # 32 tokens of padding
         with pytest.raises(InflationError, match="must be between 9 and 41"):
             pad_draft_vocabulary({"d2t": torch.zeros(9)}, size, plan, Filling())
-
-
-def test_a_head_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    target = Llama(SHAPE)
-    head = make_head(EAGLE3, target, torch.arange(9))
-    write_head_folder(tmp_path / "head", EAGLE3, head, (1, 2, 3))
-    write_json(tmp_path / "config.json", model_config(target))
-    plan = plan_inflation(load_model_config(str(tmp_path)), LARGE)
-    tensors = load_file(tmp_path / "head" / FILE)
-    tensors["midlayer.mlp.gate_proj.weight"] = torch.zeros(39, 32)
-    with pytest.raises(InflationError, match=r"gate_proj\.weight has 39 rows, not 40"):
-        inflated_head(tensors, plan, Filling())

@@ -119,7 +119,6 @@ def test_every_moment_of_a_profile_counts_once() -> None:
     assert found["kinds_us"] == {"attention": 3.0, "copies": 0.0, "matrix products": 7.0}
     assert (found["idle_us"], found["profiled_us"]) == (2.0, 12.0)
     assert sum(found["kinds_us"].values()) + found["idle_us"] == found["profiled_us"]
-    assert found["gaps"] == [{"between": "Memcpy > nvjet_a", "per_step": 0.5, "us_per_step": 2.0}]
 
 
 def test_operations_of_a_prefill_are_those_of_its_weights_and_of_its_pairs_of_tokens() -> None:

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmark import inflate
-from benchmark.drafters import STANDALONE, inflate_command
+from benchmark.mtp_model import STANDALONE, inflate_words
 from benchmark.random_model import DRAFT_GEOMETRIES, LLAMA_8B
 from mtp_oracle import load_reference
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config
@@ -43,17 +43,17 @@ def test_the_demo_draft_fits_into_each_geometry(draft: Path, name: str) -> None:
     geometry = DRAFT_GEOMETRIES[name]
     plan = inflate.plan_inflation(load_model_config(str(draft)), geometry)
     assert plan.target == geometry
-    if name != "tiny":
+    if name != "tiny-draft":
         assert geometry.vocab_size == LLAMA_8B.vocab_size
 
 
 @torch.inference_mode()
 def test_the_larger_draft_model_says_what_the_small_one_says(draft: Path, tmp_path: Path) -> None:
     arguments = Namespace(algorithm=STANDALONE, geometry="tiny", device="cpu")
-    command = inflate_command(str(draft), str(tmp_path / "large"), arguments)
-    assert inflate.main([*command[3:], "--dtype", "float32"]) == 0
+    words = ["--out", str(tmp_path / "large"), *inflate_words(str(draft), arguments)]
+    assert inflate.main([*words, "--dtype", "float32"]) == 0
     large = load_reference(tmp_path / "large")
-    assert large.config.hidden_size == DRAFT_GEOMETRIES["tiny"].hidden_size
+    assert large.config.hidden_size == DRAFT_GEOMETRIES["tiny-draft"].hidden_size
     tokens = torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(1))
     small_logits, logits = (each(tokens).logits for each in (load_reference(draft), large))
     torch.testing.assert_close(logits[..., :4096], small_logits, rtol=1e-3, atol=1e-3)

@@ -10,8 +10,9 @@ import pytest
 
 from benchmark.environment import ROOT
 from benchmark.experiments import MTP_WAYS, PLAIN, TILE_SPEC_WAYS
-from benchmark.measure.trees import TreeEngine, main, paired_trees, servings
+from benchmark.measure.trees import TreeEngine, main, paired_trees
 from benchmark.paired import Figures
+from benchmark.ways import servings
 
 
 class FakeEngine:
