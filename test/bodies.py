@@ -30,9 +30,8 @@ from tqdm import tqdm
 
 import sglang
 from benchmark.command import store
-from benchmark.drafters import HEADS, drafter_flags
 from benchmark.environment import describe_environment
-from benchmark.mtp_model import INFLATED, model_path_of
+from benchmark.mtp_model import HEADS, INFLATED, drafter_flags, model_path_of
 from body_cases import Answer, TextOracle, agree, answers, draw_bodies, with_choices, with_mtp
 from interrupted_calls import Interruptions
 from sentencepiece_models import LAYOUTS, make_sentencepiece_dir
