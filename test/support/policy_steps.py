@@ -38,7 +38,11 @@ def plan_of(
 
 
 def drafted(
-    tier: int, num_reqs: int, drafts: Sequence[int], right: Sequence[int], fed: Sequence[int] = ()
+    tier: int,
+    num_reqs: int | None,
+    drafts: Sequence[int],
+    right: Sequence[int],
+    fed: Sequence[int] = (),
 ) -> StepOutcome:
     """A step of requests that had drafts, of which some were right. It was chosen for `num_reqs`
     requests, when `tier` was settled on."""
