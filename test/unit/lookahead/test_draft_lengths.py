@@ -26,7 +26,6 @@ from sglang.srt.lookahead.load_aware_drafts import (
     FEED_SHARE,
     LEAST_GAIN,
     PROBE_SHARE,
-    PROBE_STEPS,
     REST_AFTER,
     LoadAwareDrafts,
     RestRule,
@@ -40,13 +39,7 @@ from sglang.srt.lookahead.matched_drafts import (
     MatchedDrafts,
     class_of,
 )
-from sglang.srt.lookahead.prompt_mix import (
-    MAX_NUMBERS,
-    MEMORY_STEPS,
-    ROW_GRAIN,
-    PromptMix,
-    case_of,
-)
+from sglang.srt.lookahead.prompt_mix import MAX_NUMBERS, MEMORY_STEPS, ROW_GRAIN, PromptMix, case_of
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
@@ -67,12 +60,11 @@ def test_the_best_tier_is_that_of_a_search() -> None:
     chooser = random.Random(0)
     for _ in range(500):
         chances = [chooser.random() for _ in range(5)]
-        lengths = [1 + sum(itertools.accumulate(chances[:n], float.__mul__)) for n in range(6)]
+        lengths = [*itertools.accumulate(itertools.accumulate(chances, float.__mul__), initial=1.0)]
         more = [chooser.choice([0.2, 1.0, 3.0, 9.0]) * chooser.random() for _ in range(5)]
-        costs = dict(enumerate([5.0, *(5.0 + each for each in more)]))
+        costs, gain = dict(enumerate([5.0, *(5.0 + each for each in more)])), chooser.random() / 2
         best, rates = best_tier(lengths, costs), [lengths[tier] / costs[tier] for tier in costs]
         assert rates[best] == max(rates)
-        gain = chooser.random() / 2
         assert best_tier(lengths, costs, gain) == best * (rates[best] > rates[0] * (1 + gain))
         chance = lengths[best] - lengths[best - 1] if best else 1.0
         assert hopeful_tiers(lengths, costs, best, gain) == [
@@ -100,44 +92,6 @@ def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
             assert found == best_tier(tokens, costs, LEAST_GAIN)
             seen.add((num_drafting, found))
     assert len(seen) > 10
-
-
-@pytest.mark.parametrize(
-    ("policy_type", "can_rest"),
-    [(LoadAwareDrafts, False), (LoadAwareDrafts, True), (MatchedDrafts, False)],
-)
-def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
-    policy_type: type[LoadAwareDrafts | MatchedDrafts], can_rest: bool
-) -> None:
-    """Prices each step with its own prompts; a head that rests is fed before it drafts again."""
-    plain, fed = measured(can_rest=True), measured()
-    luck, num_probes = random.Random(0), 0
-    parts = PolicyParts(options=RoundOptions(MOST), num_rows=60, rounds=measured(can_rest))
-    parts = replace(parts, feed_ms=plain.feed_ms if can_rest else None)
-    cycles = [0, 128], [0, 0, 512], [luck.choice([0, 64, 512]) for _ in range(13)]
-    for num_reqs, cycle in itertools.product((16, 60), cycles):
-        policy, tiers, net_ms, is_fed = policy_type(parts), [0], 0.0, True
-        none_right = mock.patch.object(policy, "lengths", return_value=[1.0] * (1 + MOST))
-        for prompts in itertools.islice(itertools.cycle(cycle), 160):
-            emitting, beside = Counter({DRAFTING: num_reqs}), (prompts, prompts, int(prompts > 0))
-            with none_right:
-                budget = policy.choose(UpcomingStep(emitting, 0, *beside, is_fed=is_fed))
-            tiers.append(budget.limit - 1)
-            policy.observe(drafted(0, num_reqs, [0] * num_reqs, [0] * num_reqs))
-            rests = budget.rests and max(tiers[-2:]) == 0
-            is_fed &= not rests
-            num_rows = num_reqs * (1 + tiers[-2])
-            took = (plain if rests else fed).cost(num_reqs, tiers[-1], num_rows, prompts)
-            least = (plain if can_rest else fed).cost(num_reqs, 0, num_reqs, prompts)
-            net_ms += (PROBE_SHARE + FEED_SHARE * can_rest) * least.rows_ms
-            net_ms -= took.rows_ms - least.rows_ms
-        most_ms = fed.cost(num_reqs, 1, 2 * num_reqs, 512).rows_ms
-        more_ms = fed.cost(num_reqs, 0, num_reqs).rows_ms
-        more_ms -= plain.cost(num_reqs, 0, num_reqs).rows_ms
-        saved_ms = PROBE_STEPS * most_ms + can_rest * (CONTEXT_STEPS + REST_AFTER) * more_ms
-        assert -net_ms < saved_ms, (num_reqs, cycle)
-        num_probes += sum(tier > 0 for tier in tiers)
-    assert num_probes > 10
 
 
 def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
@@ -256,9 +210,8 @@ def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_li
     wrong = found.lengths(MOST)[3]
     found.renew()
     renewed = found.lengths(MOST)[3]
-    assert renewed > wrong + 0.3
     teach(found, 3, [none] * 2)
-    assert found.lengths(MOST)[3] < renewed - 0.3
+    assert renewed > max(wrong, found.lengths(MOST)[3]) + 0.3
     teach(found, 7, drawn_rounds(0.05, 0.2, 7, 20, seed=1))
     assert found.lengths(MOST)[7] < 1.6
 
@@ -328,15 +281,13 @@ def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_tree
     assert len(seen) > 1
 
 
-def test_matches_without_drafts_that_pay_are_probed_and_each_length_has_a_class() -> None:
-    policy = taught(
-        False, [[0.0] * MOST] * NUM_CLASSES, ListedRounds({8: [4.0 + n for n in range(8)]})
-    )
+def test_matches_without_drafts_that_pay_are_probed_with_few_and_each_length_has_a_class() -> None:
+    prices = ListedRounds({8: [4.0 + n for n in range(8)]})
+    policy = taught(False, [[0.0] * MOST] * NUM_CLASSES, prices)
     step = UpcomingStep(Counter({EmittingRequest(Kind(match=5), 1 + MOST): 8}))
-    budgets = [policy.choose(step) for _ in range(3000)]
-    assert {budget.settled for budget in budgets} == {0}
-    assert 1 < sum(budget.limit > 1 for budget in budgets) < 300
-    assert {budget.limit for budget in budgets} == {1, 2}
+    limits = Counter(policy.choose(step).limit for _ in range(3000))
+    assert limits.keys() == {1, 2}
+    assert 1 < limits[2] < 300
     classes = [class_of(length) for length in range(20)]
     assert classes[: LONGEST_OF_CLASS[-1] + 2] == [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]
     assert set(classes) == set(range(NUM_CLASSES))
@@ -345,13 +296,10 @@ def test_matches_without_drafts_that_pay_are_probed_and_each_length_has_a_class(
 # ---------------------------------------------------------------- prompts beside rounds
 
 
-def hear(
-    mix: PromptMix, num_tokens: int, num_prompts: int = 0, rows: int = 0, is_full: bool = False
-) -> None:
+def hear(mix: PromptMix, num_tokens: int, num_prompts: int, rows: int, is_full: bool) -> None:
     """Covers a step in which a request decodes."""
-    emitting = Counter({EmittingRequest(Kind(), 2): 1})
-    if not is_full:
-        emitting[EmittingRequest(Kind(), 2, pending=0)] = num_prompts
+    decoding, new = EmittingRequest(Kind(), 2), EmittingRequest(Kind(), 2, pending=0)
+    emitting = Counter({decoding: 1, new: num_prompts * (not is_full)})
     mix.plan(UpcomingStep(emitting, prompt_rows=rows, prompt_reqs=int(is_full)))
     mix.observe(drafted(0, 1, [0], [num_tokens - 1]))
 
@@ -361,21 +309,20 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
     counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
     mix = PromptMix(8192)
     assert mix.cases(drafting_step(4, 1, 100), 1.0) == StepCase(4, 100)
-    for number in range(400):
-        hear(mix, 32, *((1, 100) if number % 2 == 0 else (0, 0)))
+    for has_prompt in [True, False] * 200:
+        hear(mix, 32, int(has_prompt), 100 * has_prompt, False)
     for num_reqs, pace in ((16, 1.0), (16, 2.0), (16, 4.0), (64, 1.0), (64, 3.0), (512, 8.0)):
         prompts = mix.cases(drafting_step(num_reqs), pace).prompts
         assert len(prompts) <= MAX_NUMBERS + 1
         assert sum(chance for chance, _ in prompts) == pytest.approx(1.0)
-        expected = num_reqs * pace / 64
         # The least of numbers far apart stands for those below it.
         mean = sum(chance * rows for chance, rows in prompts) / 96
-        assert mean == pytest.approx(expected, rel=0.1, abs=0.15)
+        assert mean == pytest.approx(num_reqs * pace / 64, rel=0.1, abs=0.15)
     [(none, _), (_, rows), *_] = mix.cases(drafting_step(16), 1.0).prompts
     assert none == pytest.approx(math.exp(-0.25), abs=0.03)
     assert rows == round(100 / ROW_GRAIN) * ROW_GRAIN
     for _ in range(8 * MEMORY_STEPS):
-        hear(mix, 32)
+        hear(mix, 32, 0, 0, False)
     assert mix.cases(drafting_step(4, 1, 100), 2.0) == StepCase(4, 100), "it is forgotten"
 
 
@@ -383,10 +330,8 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
     """Takes 16 steps, which give 32 tokens each, 11 feed a whole chunk and one the end of a prompt.
     At half the pace there are half as many; there is never more than one in a step."""
     mix, chunk = PromptMix(8192), 2048
-    for number in range(640):
-        place = number % 16
-        rows = chunk if place < 11 else 512 if place == 11 else 0
-        hear(mix, 32, int(rows > 0), rows, is_full=rows == chunk)
+    for rows in [*[chunk] * 11, 512, *[0] * 4] * 40:
+        hear(mix, 32, int(rows > 0), rows, rows == chunk)
     for pace, share in ((2.0, 11 / 16), (1.0, 11 / 32), (8.0, 1.0)):
         found = {rows: chance for chance, rows in mix.cases(drafting_step(16), pace).prompts}
         assert max(found) == chunk

@@ -13,13 +13,7 @@ from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.round_prices import MAX_COSTS, MeasuredRoundPrices, StepCase
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import (
-    Curve,
-    DraftPrices,
-    PassPrices,
-    PriceTable,
-    no_graphs,
-)
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
 
 SHAPES = [TreeShape(4, 1, 4), TreeShape(4, 3, 10), TreeShape(2, 5, 7), TreeShape(4, 5, 3)]
 
