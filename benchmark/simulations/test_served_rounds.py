@@ -16,7 +16,7 @@ import pytest
 
 from served_rounds import MAX_DRAFTS, Load, ServedRounds
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
+from sglang.srt.lookahead.load_aware_drafts import REST_AFTER, LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from tile_spec_decode import Text
 
@@ -24,6 +24,7 @@ SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97,
 # Requests that differ: drafts of some are always right, those of others hardly ever.
 EASY, HARD = Text(1.0, 0.95), Text(0.0, 0.9, 0.15)
 NEVER = Text(0.0, 0.9, 0.02)  # no draft is right, and the head says so
+BLIND = Text(0.0, 0.02, 0.02)  # nor does it ever think so
 TEXTS = {"sure": SURE, "even": EVEN, "hot": HOT}
 SHORT, LONG = (64, 128), (128, 512)  # prompts and answers, in tokens
 STATIC = (1, 2, 3, 5, 7)
@@ -140,3 +141,14 @@ def test_cut_steps_lose_nothing_where_all_drafts_are_as_likely(
     """Long answers, so that nearly all steps are of decodes alone."""
     load = Load(num_clients, prompt_tokens=64, new_tokens=512)
     assert rate(load, EVEN, CUT) > 0.97 * best_static(load, EVEN, counts)
+
+
+def test_a_head_rests_and_looks_again_where_answers_are_shorter_than_what_it_waits() -> None:
+    """Each prompt is a new request's, and no head is fed on behalf of probes that never come."""
+    served = ServedRounds(Load(1, 64, REST_AFTER - 4), BLIND, BY_LOAD, can_rest=True)
+    served.rate(1, 300)
+    assert served.num_rests > 150
+    before = served.tiers.copy()
+    served.change_text(SURE)
+    served.rate(1, 300)
+    assert sum(count for tier, count in (served.tiers - before).items() if tier) > 100

@@ -11,8 +11,10 @@ from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_masks import LoadAwareMasks
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
-from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.price_table import PriceTable, PromptChunk
 from sglang.srt.step.step_ops import StepCounts
+
+MASK_K = 8  # tokens that requests of `mask_step` predict
 
 
 def mask_parts(max_k: int = 1, prices: PriceTable | None = None) -> PolicyParts:
@@ -38,7 +40,11 @@ def plan_of(
 
 
 def drafted(
-    tier: int, num_reqs: int, drafts: Sequence[int], right: Sequence[int], fed: Sequence[int] = ()
+    tier: int,
+    num_reqs: int | None,
+    drafts: Sequence[int],
+    right: Sequence[int],
+    fed: Sequence[int] = (),
 ) -> StepOutcome:
     """A step of requests that had drafts, of which some were right. It was chosen for `num_reqs`
     requests, when `tier` was settled on."""
@@ -63,3 +69,13 @@ def predicted(budget: Budget, kind: Kind | None, pairs: Sequence[tuple[int, int]
         kinds=[kind] * count,
         is_adjustable=[True] * count,
     )
+
+
+def mask_step(
+    num_reqs: int, kind: Kind, limit: int, prompts: int = 0, kv_tokens: int = 0, num_plain: int = 0
+) -> UpcomingStep:
+    """Requests that wish for MASK_K tokens, as many of them pending as `limit` left."""
+    wishes = EmittingRequest(kind, MASK_K, True, limit)
+    emitting = Counter({wishes: num_reqs, EmittingRequest(None, 1, False): num_plain})
+    chunks = (PromptChunk(0, prompts),) if prompts else ()
+    return UpcomingStep(emitting, kv_tokens, prompts, prompts, int(prompts > 0), chunks)

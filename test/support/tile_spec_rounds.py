@@ -64,14 +64,15 @@ class RandomBudgets:
 
     def scramble(self, step: ComputedStep) -> None:
         """Fills what the device divides rows by with values that have nothing to do with the
-        drafts; often they are 0 or 1."""
+        drafts; often they are 0 or 1, or no number."""
         confidence = step.state.confidence
         assert confidence is not None
         generator = self._generators.setdefault(
             id(step.state), torch.Generator().manual_seed(self._seed)
         )
         values = torch.rand(confidence.drafts.shape, generator=generator)
-        confidence.drafts.copy_((2 * values - 0.5).clamp(0, 1))
+        told = torch.where(values > 0.95, torch.nan, (2 * values - 0.5).clamp(0, 1))
+        confidence.drafts.copy_(told)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:

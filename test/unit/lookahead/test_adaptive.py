@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from policy_steps import drafting_step, plan_of
+from policy_steps import drafted, drafting_step
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.adaptive_config import (
     MAX_CONFIG_BYTES,
@@ -25,10 +25,9 @@ from sglang.srt.lookahead.adaptive_config import (
     parse_adaptive_config,
     read_adaptive_config,
 )
-from sglang.srt.lookahead.ema import AdaptiveController, AdaptiveSpeculativeParams, next_steps
+from sglang.srt.lookahead.ema import AdaptiveController, AdaptiveSpeculativeParams
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import ALL_BATCH_SIZES, RoundOptions
-from sglang.srt.lookahead.upcoming_step import StepOutcome
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from simulated_rounds import LAG
 
@@ -54,11 +53,11 @@ def config_of(slots: dict[int, dict[str, Any]], **beside: Any) -> AdaptiveConfig
     return parse_adaptive_config(json.dumps(entries).encode(), "FILE")
 
 
-def decided(slot: AdaptiveSlot, current: int, ema: Fraction) -> tuple[int, str]:
-    """The rule said of all candidates at once, without a walk by rungs; and what it did."""
+def decided(slot: AdaptiveSlot, current: int, ema: Fraction) -> int:
+    """The rule said of all candidates at once, without a walk by rungs."""
     steps, half = slot.candidate_steps, Fraction(1, 2)
     if current == 0:
-        return min((each for each in steps if each), default=0), "probes"
+        return min((each for each in steps if each), default=0)
     up, down = Fraction(slot.up_hysteresis), Fraction(slot.down_hysteresis)
 
     def is_dropped(upper: int) -> bool:
@@ -69,29 +68,13 @@ def decided(slot: AdaptiveSlot, current: int, ema: Fraction) -> tuple[int, str]:
         return lower < max(steps) and ema > lower - half + up
 
     target = max((each for each in steps if each <= current and not is_dropped(each)), default=None)
-    target, how = (min(steps) if target is None else target), "drops"
+    target = min(steps) if target is None else target
     if target == current:
         target = min(each for each in steps if each >= current and not is_outgrown(each))
-        how = "rises" if target > current else "stays"
     if slot.ceiling_coeff and 0 < target <= current:
         ceiling = max(1, math.ceil(ema * Fraction(slot.ceiling_coeff)))
-        if target > ceiling:
-            how = "is capped"
-            target = max((each for each in steps if each <= ceiling), default=min(steps))
-    return target, how
-
-
-def test_decisions_are_those_of_the_rule() -> None:
-    """At every eighth of a draft, so at each threshold too."""
-    luck, seen = random.Random(0), Counter[str]()
-    for _ in range(80):
-        [slot] = config_of({1: drawn_slot(luck)}).slots
-        for current in slot.candidate_steps:
-            for eighths in range(9 * 8):
-                expected, how = decided(slot, current, Fraction(eighths, 8))
-                assert next_steps(slot, current, eighths / 8) == expected
-                seen[how] += 1
-    assert min(seen[how] for how in ("probes", "drops", "rises", "stays", "is capped")) > 400, seen
+        target = max((each for each in steps if each <= min(target, ceiling)), default=min(steps))
+    return target
 
 
 @dataclass
@@ -121,98 +104,60 @@ class ByHand:
         self.num_rounds += 1
         warm = self.num_rounds - slot.warmup_batches
         if warm in range(slot.update_interval, 10**6, slot.update_interval):
-            self.steps, _ = decided(slot, before, self.ema)
+            self.steps = decided(slot, before, self.ema)
             if self.steps and not self.has_drafted:
                 self.ema, self.has_drafted = Fraction(self.steps - 1), True
         return self.steps != before
 
 
-def test_histories_of_slots_are_those_of_the_rule() -> None:
-    """Checks slots beside each other, which hear nothing of each other: batches of any size, padded
-    or not, without requests, or of steps that were chosen before the last decision."""
-    luck, seen = random.Random(1), Counter[str]()
-    for _ in range(150):
-        starts = sorted(luck.sample(range(1, 13), luck.randint(1, 3)))
+def test_a_policy_has_the_history_of_the_rule_round_by_round() -> None:
+    """Rounds are heard some steps later, for the slot of the size that they were padded to; slots
+    hear nothing of each other. Those who take fewer drafts than all say nothing, and without drafts
+    each request counts. Rounds in which nobody says anything, or of steps that were chosen before
+    the last decision, are ignored."""
+    luck, pad = random.Random(1), GraphKeys(GraphSupport.RAGGED_Q, MAX_REQUESTS, 4, 0).decode_size
+    seen = Counter[str]()
+    for _ in range(120):
+        starts, initial = sorted(luck.sample(range(1, 160), luck.randint(1, 4))), luck.randint(0, 8)
         config = config_of({start: drawn_slot(luck) for start in starts})
-        initial = luck.randint(0, 8)
-        adaptive = AdaptiveSpeculativeParams(initial, config=config)
-        assert adaptive.candidate_steps == tuple(
-            sorted({steps for slot in config.slots for steps in slot.candidate_steps})
-        )
-        by_hand = [ByHand(slot, initial, Fraction(0)) for slot in config.slots]
-        for number in range(40):
-            size = luck.randint(1, 14)
-            served = max((n for n, start in enumerate(starts) if start <= size), default=0)
-            steps = by_hand[served].steps
-            if number % 8 == 7:
-                steps = luck.choice(config.slots[served].candidate_steps)
-            told = steps if luck.random() < 0.5 or steps != by_hand[served].steps else None
-            correct = [luck.randint(0, steps) for _ in range(min(size, luck.randint(0, 4)))]
-            seen["late"] += steps != by_hand[served].steps
-            seen["empty"] += not correct
-            has_switched = adaptive.on_verify_complete(correct, size, steps=told)
-            assert has_switched == by_hand[served].hear(steps, correct)
-            seen["switches"] += has_switched
-            for each, start in zip(by_hand, starts, strict=True):
-                state = adaptive.state_for_batch(start)
-                assert (state.steps, state.num_rounds) == (each.steps, each.num_rounds)
-                assert state.has_drafted == each.has_drafted
-                assert state.ema == pytest.approx(float(each.ema), abs=1e-9)
-    assert min(seen["late"], seen["empty"], seen["switches"]) > 100, seen
-
-
-# ---------------------------------------------------------------- as a policy
-
-
-def outcome(tier: int, num_reqs: int, tried: list[int], right: list[int]) -> StepOutcome:
-    """A step of rounds at a tier, of which some requests had `tried` drafts."""
-    return StepOutcome(
-        plan=plan_of(tier, num_reqs),
-        rows=range(len(tried)),
-        num_tried=[1 + count for count in tried],
-        num_accepted=[1 + count for count in right],
-        num_tokens=len(right) + sum(right),
-    )
-
-
-def test_as_a_policy_it_does_what_the_rule_says_round_by_round() -> None:
-    """Rounds are heard some steps later, for the slot of the size that they were padded to. Those
-    who take fewer drafts than all say nothing, and without drafts each request counts."""
-    luck, pad = random.Random(2), GraphKeys(GraphSupport.RAGGED_Q, MAX_REQUESTS, 4, 0).decode_size
-    num_counted = 0
-    for _ in range(40):
-        starts = luck.sample(range(1, 160), luck.randint(1, 4))
-        adaptive, initial = config_of({start: drawn_slot(luck) for start in starts}), 3
-        tiers = adaptive.candidate_steps
-        options = RoundOptions(tiers[-1], initial_steps=initial, adaptive=adaptive)
+        options = RoundOptions(8, initial_steps=initial, adaptive=config)
         policy = AdaptiveController(PolicyParts(options=options, graph_size=pad))
-        by_hand = AdaptiveSpeculativeParams(initial, config=adaptive)
-        assert AdaptiveController.tiers(options) == tiers
-        assert policy.settled == by_hand.get_steps_for_batch(pad(1)), "before the first round"
+        tiers = tuple(sorted({steps for slot in config.slots for steps in slot.candidate_steps}))
+        assert AdaptiveController.tiers(options) == policy.candidate_steps == tiers
+        by_hand = [ByHand(slot, initial, Fraction(0)) for slot in config.slots]
+        slot_of = {
+            size: by_hand[max(0, sum(start <= pad(size) for start in starts) - 1)]
+            for size in range(1, MAX_REQUESTS + 1)
+        }
+        assert policy.settled == slot_of[1].steps, "before the first round"
         unread = deque[tuple[int, int]]()
-        for _ in range(40):
+        for _ in range(60):
             num_reqs = luck.choice([luck.randint(1, 12), luck.randint(1, 170)])
             tier = policy.choose(drafting_step(num_reqs)).limit - 1
-            assert tier == policy.settled == by_hand.get_steps_for_batch(pad(num_reqs))
+            assert tier == policy.settled == slot_of[num_reqs].steps
             unread.append((tier, num_reqs))
             if len(unread) <= LAG:
                 continue
             tier, num_reqs = unread.popleft()
-            tried = [luck.choice([tier, tier, 0, luck.randint(0, tier)]) for _ in range(5)]
+            tried = [luck.choice([tier, tier, 0, luck.randint(0, tier)]) for _ in range(3)]
             right = [luck.randint(0, count) for count in tried]
-            policy.observe(outcome(tier, num_reqs, tried, right))
             whole = [own for own, count in zip(right, tried, strict=True) if count == tier]
             correct = whole if tier else [0] * num_reqs
-            by_hand.on_verify_complete(correct, pad(num_reqs), steps=tier)
-            num_counted += bool(correct)
-        nothing_drafted = StepOutcome(
-            plan=plan_of(tier, None), rows=[0], num_tried=[1], num_accepted=[1]
-        )
-        policy.observe(nothing_drafted)
-        for size in range(1, MAX_REQUESTS + 1):
-            expected = by_hand.state_for_batch(pad(size))
-            assert vars(policy.state_for_batch(size)) == vars(expected)
-    assert num_counted > 1000
+            is_late = tier != slot_of[num_reqs].steps
+            has_switched = slot_of[num_reqs].hear(tier, correct)
+            if luck.random() < 0.5:
+                policy.observe(drafted(tier, num_reqs, tried, right))
+            else:
+                told = tier if is_late or luck.random() < 0.5 else None
+                assert policy.on_verify_complete(correct, num_reqs, steps=told) == has_switched
+            seen.update({"late": is_late, "empty": not correct, "switches": has_switched})
+        policy.observe(drafted(tiers[-1], None, [0], [0]))  # a step that drafts for nobody
+        for size, each in slot_of.items():
+            state = policy.state_for_batch(size)
+            assert (state.steps, state.num_rounds) == (each.steps, each.num_rounds)
+            assert state.has_drafted == each.has_drafted
+            assert state.ema == pytest.approx(float(each.ema), abs=1e-9)
+    assert min(seen["late"], seen["empty"], seen["switches"]) > 100, seen
 
 
 # ---------------------------------------------------------------- what tiers own
@@ -225,69 +170,59 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() 
     for max_requests in (1, 3, 13, *luck.sample(range(1, MAX_REQUESTS), 20)):
         starts = sorted(luck.sample(range(1, 161), luck.randint(1, 5)))
         adaptive = config_of({start: drawn_slot(luck) for start in starts})
-        options = RoundOptions(8, "load_aware", adaptive=adaptive)
-        decode = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 4, 0)
-        every = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 999, 32))
+        pad = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 4, 0).decode_size
+        every = (1, 2, 4, *range(8, 129, 8), *range(144, MAX_REQUESTS, 16))
         sizes = {max_requests, *(each for each in every if each <= max_requests)}
-        for tier, state in options.states.items():
-            needed = set()
+        assert pad(max_requests + 1) == max_requests + 1, "no graph"
+        for tier, state in RoundOptions(8, "load_aware", adaptive=adaptive).states.items():
             for num_reqs in range(1, MAX_REQUESTS + 1):
                 served = max((each for each in starts if each <= num_reqs), default=starts[0])
                 [slot] = [each for each in adaptive.slots if each.min_batch_size == served]
-                may_have = tier in slot.candidate_steps
-                assert sum(num_reqs in sizes for sizes in state.batch_sizes) == may_have
-                assert (tier in adaptive.slot(num_reqs).candidate_steps) == may_have
-            keys = GraphKeys.of_draft_steps(max_requests, HIDDEN, max(1, tier), state.batch_sizes)
-            for num_reqs in range(1, max_requests + 1):
-                size = decode.decode_size(num_reqs)
-                assert size == min(each for each in sizes if each >= num_reqs)
-                if tier in adaptive.slot(size).candidate_steps:
-                    key = keys.find_shape(num_reqs, 1, num_reqs, hidden_width=HIDDEN)
-                    assert key is not None
-                    assert (key.num_reqs, key.num_tokens, key.num_steps) == (
-                        size,
-                        size,
-                        max(1, tier),
-                    )
-                    needed.add(size)
-            assert {key.num_reqs for key in keys.all} == needed
+                assert adaptive.slot(num_reqs) == slot
+                owns = sum(num_reqs in sizes for sizes in state.batch_sizes)
+                assert owns == (tier in slot.candidate_steps)
+            steps = max(1, tier)
+            keys = GraphKeys.of_draft_steps(max_requests, HIDDEN, steps, state.batch_sizes)
+            padded = {
+                n: min(size for size in sizes if size >= n) for n in range(1, max_requests + 1)
+            }
+            needed = {n: m for n, m in padded.items() if tier in adaptive.slot(m).candidate_steps}
+            assert all(pad(num_reqs) == size for num_reqs, size in padded.items())
+            for num_reqs, size in needed.items():
+                key = keys.find_shape(num_reqs, 1, num_reqs, hidden_width=HIDDEN)
+                assert key is not None
+                assert (key.num_reqs, key.num_tokens, key.num_steps) == (size, size, steps)
+            assert {key.num_reqs for key in keys.all} == {*needed.values()}
             assert (state.speculative_num_steps, state.num_draft_steps) == (tier, max(0, tier - 1))
-        assert decode.decode_size(max_requests + 1) == max_requests + 1, "no graph"
     assert GraphKeys(GraphSupport.NEVER, 8, 4).decode_size(3) == 3
     states = RoundOptions(3, "load_aware").states
-    assert len(states) == 4
-    assert all(each.batch_sizes == ALL_BATCH_SIZES for each in states.values())
+    assert [each.batch_sizes for each in states.values()] == [ALL_BATCH_SIZES] * 4
 
 
 # ---------------------------------------------------------------- configurations
 
 
 def test_presets_are_the_published_ones() -> None:
-    low, pace = (1, (1, 3, 7), -0.25, 0.0), (0.2, 10, 5, 0.0)
-    conservative = {low, (8, (1, 3), 0.0, 0.0), (32, (1,), 0.0, 0.0)}
-    aggressive = {low, (8, (1, 3, 7), -0.25, 3.0), (64, (1, 3), -0.25, 1.67)}
-    aggressive |= {(128, (1, 3), -0.25, 1.2)}
-    assert len(PRESETS) == 2
-    for name, slots in [("conservative", conservative), ("aggressive", aggressive)]:
-        read = read_adaptive_config(name)
-        of = ("min_batch_size", "candidate_steps", "down_hysteresis", "ceiling_coeff")
-        paces = ("ema_alpha", "warmup_batches", "update_interval", "up_hysteresis")
-        assert {tuple(getattr(slot, key) for key in of) for slot in read.slots} == slots
-        assert {tuple(getattr(slot, key) for key in paces) for slot in read.slots} == {pace}
-        assert not read.warnings()
+    pace = {"ema_alpha": 0.2, "warmup_batches": 10, "update_interval": 5}
+    one, two, three = ({"candidate_steps": [1, 3, 7][:count]} for count in (1, 2, 3))
+    flat = {"down_hysteresis": 0}
+    published = {
+        "conservative": {1: three, 8: two | flat, 32: one | flat},
+        "aggressive": {
+            size: steps | {"ceiling_coeff": coeff}
+            for size, steps, coeff in (
+                (1, three, 0),
+                (8, three, 3),
+                (64, two, 1.67),
+                (128, two, 1.2),
+            )
+        },
+    }
+    assert {*PRESETS} == {*published}
+    for name, slots in published.items():
+        assert read_adaptive_config(name) == config_of(slots, **pace)
+        assert not read_adaptive_config(name).warnings()
     assert read_adaptive_config(None) == read_adaptive_config("conservative")
-
-
-def test_slots_take_what_they_leave_out_from_beside_them_or_the_defaults() -> None:
-    """And are sorted by number, not as text."""
-    own = {"candidate_steps": [1], "up_hysteresis": 0, "ceiling_coeff": 2, "ema_alpha": 0.5}
-    beside = {"warmup_batches": 4, "up_hysteresis": 0.5, "ceiling_coeff": 1.5}
-    small, large = config_of({16: own, 2: {"candidate_steps": [3, 1]}}, **beside).slots
-    common = {"down_hysteresis": -0.25, "warmup_batches": 4, "update_interval": 5}
-    assert small == AdaptiveSlot(
-        min_batch_size=2, candidate_steps=(1, 3), **{**beside, **common}, ema_alpha=0.2
-    )
-    assert large == AdaptiveSlot(min_batch_size=16, **common, **{**own, "candidate_steps": (1,)})
 
 
 def test_hysteresis_that_undoes_every_decision_is_warned_of() -> None:
@@ -319,7 +254,6 @@ MISTAKES: list[tuple[str, str]] = [
     ('{"1": {"min_batch_size": 1}}', ', slot "1": Object contains unknown field `min_batch_size`'),
     ('{"1": {}}', ', slot "1": Object missing required field `candidate_steps`.'),
     ('{"1": [1, 3]}', ', slot "1": Expected `object`, got `array`.'),
-    ('{"8": {"candidate_steps": 3}}', ', slot "8": Expected `array`, got `int`, in `candidate_st'),
     ('{"8": {"candidate_steps": []}}', ', slot "8": Expected `array` of length >= 1, in `candida'),
     ('{"8": {"candidate_steps": [1, 3, 1]}}', ', slot "8": candidate_steps has a number twice'),
 ]
@@ -330,7 +264,7 @@ MISTAKES += [
         ("9" * 400, " <= 63, in `candidate_steps[1]`."),
         ("64", " <= 63, in `candidate_steps[1]`."),
         ("-1", " >= 0, in `candidate_steps[1]`."),
-        *((value, ", got ") for value in ("true", "null", '"1"', "[1]")),
+        ("true", ", got "),
     ]
 ]
 BAD_NUMBERS = ("NaN", "-Infinity", "1e999", "true", "null", '"0"', "[0]", "9" * 400)
@@ -371,23 +305,21 @@ def test_a_file_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of a preset's name is reached by a path."""
-    large, binary = tmp_path / "large.json", tmp_path / "binary.json"
-    large.write_text("{" + ONE + "}" + " " * MAX_CONFIG_BYTES)
-    binary.write_bytes(b"\xff\xfe{}")
-    for path, message in [
-        (tmp_path, "cannot be read: Is a directory; presets are conservative and aggressive."),
-        ("Conservative", "cannot be read: No such file or directory; presets are"),
-        ("", "cannot be read: Is a directory; presets are"),
-        ("x" * 5000, "cannot be read: File name too long;"),
-        (large, f"is larger than {MAX_CONFIG_BYTES} bytes, the most that is read of it;"),
-        (binary, "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
-    ]:
-        with pytest.raises(AdaptiveConfigError) as caught:
-            read_adaptive_config(str(path))
-        assert str(caught.value).startswith(f"--speculative-adaptive-config {path} {message}")
-    with pytest.raises(AdaptiveConfigError, match=r"'a\\nb\\x00' cannot be read"):
-        read_adaptive_config("a\nb\0")
+    (tmp_path / "large.json").write_text("{" + ONE + "}" + " " * MAX_CONFIG_BYTES)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
     (tmp_path / "aggressive").write_text("\ufeff{" + ONE + "}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    for name, message in [
+        ("Conservative", "cannot be read: No such file or directory; presets are conservative and"),
+        ("", "cannot be read: Is a directory; presets are"),
+        ("x" * 5000, "cannot be read: File name too long;"),
+        ("large.json", f"is larger than {MAX_CONFIG_BYTES} bytes, the most that is read of it;"),
+        ("binary.json", "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
+        ("a\nb\0", "cannot be read: "),
+    ]:
+        with pytest.raises(AdaptiveConfigError) as caught:
+            read_adaptive_config(name)
+        told = name if name.isprintable() else repr(name)
+        assert str(caught.value).startswith(f"--speculative-adaptive-config {told} {message}")
     assert len(read_adaptive_config("aggressive").slots) == 4
     assert len(read_adaptive_config("./aggressive").slots) == 1

@@ -1,34 +1,47 @@
-"""Tests how many drafts a step should verify: the arithmetic against searches and planted
-curves."""
+"""Checks how many drafts a step verifies: the arithmetic against searches and planted curves, what
+is cut of steps, and what is learnt from them, of chains and of trees."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import ArrayLike, NDArray
 
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.lookahead import cut as cut_module
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.cut import (
     LEAST_CHANCE,
+    LOOK_STEPS,
     MOST_CHANCE,
     Calibration,
     LatencyTable,
+    TileSpec,
     best_cut,
     bounded_scores,
     compute_optimal_k,
     expected_right,
     isotonic,
+    ordered_scores,
+    resampled,
 )
-
-# Milliseconds of all matrix products of an 8B model on an H100, by rows.
-STAIRCASE = {
-    1: 5.64, 64: 5.85, 128: 6.12, 192: 6.68, 256: 7.30, 264: 7.86, 288: 9.24, 320: 8.40,
-    384: 9.77, 416: 11.5, 448: 14.9, 480: 12.2, 512: 12.4, 576: 13.8,
-}  # fmt: skip
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
+from sglang.srt.step.step_ops import PackedSize
+from sglang.srt.step.worker import HostResult
+from tile_spec_decode import batch_of, cut_plan, record_of
+from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_PASS, prices_of
 
 
 def random_chains(chooser: random.Random, num_reqs: int, depth: int) -> list[list[float]]:
@@ -86,9 +99,6 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
         numbers.add({0: "none", most: "all"}.get(num_drafts, "some"))
     assert numbers == {"none", "some", "all"}
     assert compute_optimal_k([], 8, LatencyTable((8,), (1.0,))) == 0
-    rows = (416, 448, 480, 512)
-    table = LatencyTable(rows, tuple(STAIRCASE[each] for each in rows))
-    assert compute_optimal_k(np.full((128, 3), 0.6), 128, table) == 512 - 128
     for bad_rows, costs in (((1,), (1.0, 2.0)), ((1,), (0.0,))):
         with pytest.raises((ValueError, ZeroDivisionError)):
             compute_optimal_k([0.5], 1, LatencyTable(bad_rows, costs))
@@ -159,3 +169,227 @@ def test_pooling_gives_the_closest_values_that_never_fall() -> None:
         least = (weights * (found - values) ** 2).sum()
         for other in itertools.combinations_with_replacement(grid, 4):
             assert least <= (weights * (np.array(other) - values) ** 2).sum() + 1e-12
+
+
+# ---------------------------------------------------------------- steps that are cut
+
+FREE = Curve((1, 1 << 20), (0.0, 0.0))
+DEPTH = 3
+DEAR = MeasuredRoundPrices(DEAR_ROWS, FREE_DRAFTS)
+
+
+def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRoundPrices:
+    """A graph's price is its rows, but for those of 192 rows, which cost as 96; eager steps are
+    dearer. The head costs a tenth."""
+    keys = GraphKeys(support, max_requests, 1 + DEPTH, 0)
+
+    def table(scale: float) -> PriceTable:
+        costs = {key: scale * (96 if key.num_tokens == 192 else key.num_tokens) for key in keys.all}
+        eager = Curve((1, 1024), (scale * 1000, scale * 2023))
+        return PriceTable(keys.find_shape, costs, eager, FREE, 1e-6, 1e-7)
+
+    return MeasuredRoundPrices(
+        table(1.0), DraftPrices(table(0.1), {n: PassPrices(FREE, n * 1.1e-6) for n in (1, 2)})
+    )
+
+
+def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see() -> None:
+    """Each token of KV is read by the target and the head over so many rows, then by two draft
+    steps over one row of each request. Uniform graphs serve steps of all drafts alone."""
+    rounds, kv_tokens = with_graphs(GraphSupport.RAGGED_Q), 64_000
+    tables = TileSpec(rounds, packs_in_graphs=True)
+    without, with_kv = (tables.table(StepCase(64, kv), DEPTH) for kv in (0, kv_tokens))
+    assert without.rows == (96, 128, 160, 192, 224, 256)
+    assert without.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
+    each = [2 * (1e-6 + 1e-7 * rows / 64) + 2 * (1e-6 + 1e-7) for rows in without.rows]
+    more = np.subtract(with_kv.costs_ms, without.costs_ms)
+    assert more == pytest.approx([kv_tokens * kv_ms for kv_ms in each])
+    few = tables.table(StepCase(5), 1)
+    assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
+    assert few.most_gain == 0.0, "one graph serves any number of them"
+    launched = TileSpec(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
+    found = launched.table(StepCase(64), DEPTH)
+    assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
+    assert min(found.costs_ms[:-1]) > 1000
+    assert found.most_gain == 0.0
+
+
+def test_resampled_scores_are_distributed_as_those_read() -> None:
+    rng = np.random.default_rng(0)
+    scores = np.cumprod(rng.random((40, DEPTH)), axis=1)
+    ordered = ordered_scores(scores, DEPTH)
+    assert ordered.tolist() == resampled(ordered, ordered.size).tolist() == sorted(scores.flatten())
+    for longest, count in ((1, 7), (2, 200), (5, 333)):
+        found = resampled(ordered_scores(scores, longest), count)
+        assert found.shape == (count,)
+        if longest <= DEPTH:
+            assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
+        else:
+            assert found.mean() < scores.mean()
+    chain = np.array([[0.5, 0.25]] * 3)
+    assert resampled(ordered_scores(chain, 4), 4).tolist() == [0.0625, 0.125, 0.25, 0.5], (
+        "it goes on alike"
+    )
+
+
+def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:
+    tile_spec = TileSpec(with_graphs(GraphSupport.RAGGED_Q), fixed=1.1)
+    batch = batch_of([DEPTH] * 64)
+    plan = cut_plan(tile_spec, batch, [DEPTH] * 64)
+    assert plan.counts.packed == PackedSize(160, 160), "134 rows replay a graph of 160"
+
+
+class Cutting:
+    """Has `TileSpec` cut steps of requests of these confidences, and hear of them."""
+
+    def __init__(self, rounds: MeasuredRoundPrices, confidence: float = 0.5) -> None:
+        self.tile_spec = TileSpec(rounds)
+        self.confidence = torch.full((64, DEPTH), confidence)
+
+    def cut(self, num_drafts: Sequence[int], num_prompts: int = 0) -> StepPlan:
+        batch = batch_of(num_drafts, num_prompts)
+        plan = cut_plan(self.tile_spec, batch, [0] * num_prompts + [*num_drafts])
+        self.record = record_of(batch, plan, self.confidence)
+        return plan
+
+    def observe(self, fed: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns of each request with drafts how many, and how many of them were right."""
+        taken = [1 + count for count in right]
+        result = HostResult([[]] * len(taken), taken, taken, num_drafts=[*fed])
+        found = self.tile_spec.observe(self.record, result)
+        pairs = zip(self.record.plan.num_drafts, found, strict=True)
+        return [(count, each - 1) for count, each in pairs if count]
+
+
+def test_scores_are_renewed_if_only_every_second_step_has_drafts() -> None:
+    rows = prices_of((64, 64 * (1 + DEPTH)), (10.0, 13.0))  # a draft pays if its chance is over 0.1
+    cutting, sizes = Cutting(MeasuredRoundPrices(rows, FREE_DRAFTS)), list[int]()
+    for confidence, num_right in ((0.05, 0), (0.95, DEPTH)):
+        cutting.confidence.fill_(confidence)
+        for _ in range(40):
+            cutting.observe(cutting.cut([DEPTH] * 64).num_drafts, [num_right] * 64)
+            cutting.record = replace(cutting.record, scores=None)
+            cutting.observe([0] * 64, [0] * 64)
+        packed = cutting.cut([DEPTH] * 64).counts.packed
+        sizes.append(64 * (1 + DEPTH) if packed is None else packed.num_rows)
+    assert sizes[0] < sizes[1]
+
+
+def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() -> None:
+    fewer_free = prices_of((1, 20, 300), (1.0, 20.0, 20.1))  # beside 20 rows more are free
+    for rows, beside in ((DEAR_ROWS, PackedSize(2 * 10 + 4, 2 + 4)), (fewer_free, None)):
+        cutting = Cutting(MeasuredRoundPrices(rows, FREE_DRAFTS), 0.05)
+        cutting.cut([DEPTH] * 4)
+        cutting.observe([DEPTH] * 4, [0] * 4)
+        assert cutting.cut([DEPTH] * 4).counts.packed == PackedSize(4, 4)
+        assert cutting.cut([DEPTH] * 4, num_prompts=2).counts.packed == beside
+
+
+@pytest.mark.parametrize("num_plain", [0, 60])
+def test_requests_that_take_no_drafts_have_rows_in_what_is_cut(num_plain: int) -> None:
+    """A cut gains what rows of wrong drafts cost, of those who have any."""
+    cutting, num_drafting, num_reqs = Cutting(DEAR, 0.0), 4, 4 + num_plain
+    cutting.confidence[num_drafting:] = 0.9  # of drafts that nobody takes
+    num_drafts = [DEPTH] * num_drafting + [0] * num_plain
+    for _ in range(40):
+        plan = cutting.cut(num_drafts)
+        cutting.observe(num_drafts, [0] * num_reqs)
+    assert plan.counts.packed == PackedSize(num_reqs, num_reqs)
+    gain = cutting.tile_spec.gain(StepCase(num_reqs, num_plain=num_plain), DEPTH)
+    # A draft's chance is thought to be 1 of 100 at least.
+    tokens = num_reqs / (num_reqs + 0.01 * sum(num_drafts))
+    assert gain == pytest.approx(tokens * (1 + sum(num_drafts) / num_reqs), rel=0.02)
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance: float) -> None:
+    """Drafts are right with the chance that the head says; any number of each chain is fed."""
+    luck, cutting, told = random.Random(5), Cutting(DEAR, chance), np.zeros(1 + DEPTH)
+    for _ in range(400):
+        cutting.cut([DEPTH] * 8)
+        fed = [luck.randint(0, DEPTH) for _ in range(8)]
+        whole = [next(i for i in range(9) if i == DEPTH or luck.random() >= chance) for _ in fed]
+        for count, num_right in cutting.observe(fed, [*map(min, whole, fed)]):
+            assert count == DEPTH
+            told[num_right] += 1
+    expected = chance ** np.arange(1 + DEPTH) * [*[1 - chance] * DEPTH, 1]
+    assert told / told.sum() == pytest.approx(expected, abs=0.04)
+
+
+def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps() -> None:
+    cutting, upcoming, found = Cutting(DEAR), StepCase(4), list[float]()
+    for _ in range(2 * LOOK_STEPS):
+        found.append(cutting.tile_spec.round_ms(upcoming, DEPTH))
+        assert cutting.tile_spec.round_ms(upcoming, DEPTH) == found[-1]
+        cutting.cut([DEPTH] * 4)
+        cutting.observe([DEPTH] * 4, [0] * 4)
+    assert found[0] == DEAR.round_ms(upcoming, DEPTH) > found[1]
+    assert [*map(len, (set(found[1:LOOK_STEPS]), set(found)))] == [1, 3]
+
+
+# ---------------------------------------------------------------- trees
+
+
+class Tree(NamedTuple):
+    """Nodes 1 to D in descending order of their scores.
+
+    Attributes:
+        scores: [D]; what the head says of the path to each.
+        parents: [D]
+        told: [D]; what it says of each, if its parent is right.
+    """
+
+    scores: list[float]
+    parents: list[int]
+    told: list[float]
+
+
+def random_tree(luck: random.Random, num_drafts: int) -> Tree:
+    """Any tree. What is said of siblings sums up to less than 1."""
+    nodes, left = [(1.0, 0, 1.0)], [1.0]  # score, parent, what is said; what may be said of others
+    for _ in range(num_drafts):
+        parent = luck.randrange(len(nodes))
+        told = left[parent] * luck.uniform(0.2, 0.8)
+        left[parent] -= told
+        nodes.append((nodes[parent][0] * told, parent, told))
+        left.append(1.0)
+    order = sorted(range(len(nodes)), key=lambda node: -nodes[node][0])
+    scores, parents, all_told = zip(*[nodes[node] for node in order[1:]], strict=True)
+    return Tree([*scores], [*map(order.index, parents)], [*all_told])
+
+
+def confirmed_path(tree: Tree, num_fed: int, power: float, luck: random.Random) -> list[int]:
+    """From the root on: each draft is right with what the head says of it to this power."""
+    path, lot = [0], luck.random()
+    for node in range(1, 1 + num_fed):  # each comes after the one that it follows
+        if tree.parents[node - 1] == path[-1]:
+            lot -= tree.told[node - 1] ** power
+            if lot < 0:
+                path.append(node)
+                lot = luck.random()
+    return path
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
+    """Heads that say the truth, and those that are too sure, of trees of which any first nodes are
+    verified: the score of a node to the power is how often it is on the path."""
+    luck, shape, num_reqs = random.Random(1), TreeShape(3, 3, 12), 16
+    free = replace(FREE_DRAFTS, passes={shape: FREE_PASS})
+    calibration, counts = Calibration(), [shape.num_drafts] * num_reqs
+    with mock.patch.object(cut_module, "Calibration", return_value=calibration):
+        rounds = MeasuredRoundPrices(DEAR_ROWS, free, tree=shape)
+        tile_spec = TileSpec(rounds, has_trees=True)
+    for _ in range(150):
+        trees = [random_tree(luck, shape.num_drafts) for _ in range(num_reqs)]
+        scores, batch = torch.tensor([tree.scores for tree in trees]), batch_of(counts)
+        told = scores / torch.nn.functional.pad(scores[:, :-1], (1, 0), value=1.0)
+        record = record_of(batch, cut_plan(tile_spec, batch, counts), told)
+        fed = [luck.randint(0, shape.num_drafts) for _ in trees]
+        paths = [confirmed_path(*each, power, luck) for each in zip(trees, fed, strict=True)]
+        taken = [len(path) for path in paths]
+        padded = [path + [-1] * (max(taken) - len(path)) for path in paths]
+        result = HostResult([[]] * num_reqs, taken, taken, num_drafts=fed, paths=padded)
+        assert tile_spec.observe(record, result) == taken
+    some = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert calibration.predict(some) == pytest.approx(some**power, abs=0.06)

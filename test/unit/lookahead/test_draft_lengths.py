@@ -6,14 +6,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
-from policy_steps import drafted, drafting_step, plan_of
-from served_rounds import DRAFT_MS, EXTEND_MS, FIRST_DRAFT_MS, READ_MS, STEP_MS, batch_of, curve
+from policy_steps import drafted, drafting_step
+from served_rounds import batch_of
 from served_rounds import rounds as measured
 from sglang.srt.lookahead import stretches
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -24,7 +26,6 @@ from sglang.srt.lookahead.load_aware_drafts import (
     FEED_SHARE,
     LEAST_GAIN,
     PROBE_SHARE,
-    PROBE_STEPS,
     REST_AFTER,
     LoadAwareDrafts,
     RestRule,
@@ -38,17 +39,11 @@ from sglang.srt.lookahead.matched_drafts import (
     MatchedDrafts,
     class_of,
 )
-from sglang.srt.lookahead.prompt_mix import (
-    MAX_NUMBERS,
-    MEMORY_STEPS,
-    ROW_GRAIN,
-    PromptMix,
-    case_of,
-)
+from sglang.srt.lookahead.prompt_mix import MAX_NUMBERS, MEMORY_STEPS, ROW_GRAIN, PromptMix, case_of
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
-from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
 from simulated_rounds import ListedRounds
 
 MOST = 7
@@ -65,12 +60,11 @@ def test_the_best_tier_is_that_of_a_search() -> None:
     chooser = random.Random(0)
     for _ in range(500):
         chances = [chooser.random() for _ in range(5)]
-        lengths = [1 + sum(itertools.accumulate(chances[:n], float.__mul__)) for n in range(6)]
+        lengths = [*itertools.accumulate(itertools.accumulate(chances, float.__mul__), initial=1.0)]
         more = [chooser.choice([0.2, 1.0, 3.0, 9.0]) * chooser.random() for _ in range(5)]
-        costs = dict(enumerate([5.0, *(5.0 + each for each in more)]))
+        costs, gain = dict(enumerate([5.0, *(5.0 + each for each in more)])), chooser.random() / 2
         best, rates = best_tier(lengths, costs), [lengths[tier] / costs[tier] for tier in costs]
         assert rates[best] == max(rates)
-        gain = chooser.random() / 2
         assert best_tier(lengths, costs, gain) == best * (rates[best] > rates[0] * (1 + gain))
         chance = lengths[best] - lengths[best - 1] if best else 1.0
         assert hopeful_tiers(lengths, costs, best, gain) == [
@@ -82,108 +76,37 @@ def test_the_best_tier_is_that_of_a_search() -> None:
     assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
 
 
-def cost_ms(num_drafting: int, num_plain: int, num_drafts: int) -> float:
-    """Adds up what was measured: the target is fed all rows, the head those with drafts."""
-    rows = num_drafting * (1 + num_drafts)
-    drafting = FIRST_DRAFT_MS + (num_drafts - 1) * DRAFT_MS if num_drafts else 0.0
-    all_rows = rows + num_plain
-    target = curve(STEP_MS).at(all_rows) + curve(READ_MS).at(all_rows)
-    return target + curve(EXTEND_MS).at(rows) + drafting
-
-
-def load_aware() -> LoadAwareDrafts:
-    return LoadAwareDrafts(PolicyParts(options=RoundOptions(MOST), rounds=measured()))
-
-
-def step_beside(num_drafting: int, num_plain: int) -> UpcomingStep:
-    return UpcomingStep(emitting=Counter({DRAFTING: num_drafting, PLAIN: num_plain}))
-
-
 def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
-    seen = set()
+    """Those who take no drafts have a token each, and their rows cost time."""
+    options, seen = RoundOptions(MOST), set()
+    tiers = LoadAwareDrafts.tiers(options)
     for num_drafting in (1, 8, 30, 60, 100, 150, 250):
         for num_plain in (0, 1, 20, 100, 300):
-            costs = [cost_ms(num_drafting, num_plain, tier) for tier in range(1 + MOST)]
             case = StepCase(num_drafting + num_plain, num_plain=num_plain)
-            for num_drafts, expected in enumerate(costs):
-                assert measured().round_ms(case, num_drafts) == pytest.approx(expected)
-            rates = {
-                tier: (num_drafting * LENGTHS[tier] + num_plain) / costs[tier]
-                for tier in LoadAwareDrafts.tiers(RoundOptions(MOST))
-            }
+            costs = {tier: measured().round_ms(case, tier) for tier in tiers}
+            tokens = [num_drafting * length + num_plain for length in LENGTHS]
+            policy = LoadAwareDrafts(PolicyParts(options=options, rounds=measured()))
+            step = UpcomingStep(Counter({DRAFTING: num_drafting, PLAIN: num_plain}))
             with mock.patch.object(Stretches, "lengths", return_value=LENGTHS):
-                found = load_aware().choose(step_beside(num_drafting, num_plain)).settled
-            best = max(rates, key=lambda tier: (rates[tier], -tier))
-            assert found == best * (rates[best] > rates[0] * (1 + LEAST_GAIN))
+                found = policy.choose(step).settled
+            assert found == best_tier(tokens, costs, LEAST_GAIN)
             seen.add((num_drafting, found))
-    assert any(len({tier for count, tier in seen if count == each}) > 1 for each in (30, 60, 100))
-
-
-@pytest.mark.parametrize(
-    ("policy_type", "can_rest"),
-    [(LoadAwareDrafts, False), (LoadAwareDrafts, True), (MatchedDrafts, False)],
-)
-def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
-    policy_type: type[LoadAwareDrafts | MatchedDrafts], can_rest: bool
-) -> None:
-    """Prices each step with its own prompts; a head that rests is fed before it drafts again."""
-    plain, fed = measured(can_rest=True), measured()
-    luck, options, num_probes = random.Random(0), RoundOptions(MOST), 0
-    feed_ms = plain.feed_ms if can_rest else None
-    for num_reqs, cycle in itertools.product(
-        (16, 60), ([0, 128], [0, 0, 512], [luck.choice([0, 64, 512]) for _ in range(13)])
-    ):
-        prices = measured(can_rest)
-        policy = policy_type(
-            PolicyParts(options=options, num_rows=60, rounds=prices, feed_ms=feed_ms)
-        )
-        tiers, net_ms, lacks_tokens = [0], 0.0, False
-        for prompts in itertools.islice(itertools.cycle(cycle), 160):
-            step = UpcomingStep(
-                Counter({DRAFTING: num_reqs}), 0, prompts, prompts, int(prompts > 0),
-                is_fed=not lacks_tokens,
-            )  # fmt: skip
-            with (
-                mock.patch.object(Stretches, "lengths", return_value=[1.0] * (1 + MOST)),
-                mock.patch.object(MatchedDrafts, "lengths", return_value=[1.0] * (1 + MOST)),
-            ):
-                budget = policy.choose(step)
-            tiers.append(budget.limit - 1)
-            policy.observe(drafted(0, num_reqs, [0] * num_reqs, [0] * num_reqs))
-            rests = budget.rests and max(tiers[-2:]) == 0
-            lacks_tokens |= rests
-            num_rows = num_reqs * (1 + tiers[-2])
-            took = (plain if rests else fed).cost(num_reqs, tiers[-1], num_rows, prompts)
-            least = (plain if can_rest else fed).cost(num_reqs, 0, num_reqs, prompts)
-            net_ms += (PROBE_SHARE + FEED_SHARE * can_rest) * least.rows_ms
-            net_ms -= took.rows_ms - least.rows_ms
-        most_ms = fed.cost(num_reqs, 1, 2 * num_reqs, 512).rows_ms
-        more_ms = fed.cost(num_reqs, 0, num_reqs).rows_ms
-        more_ms -= plain.cost(num_reqs, 0, num_reqs).rows_ms
-        saved_ms = PROBE_STEPS * most_ms + can_rest * (CONTEXT_STEPS + REST_AFTER) * more_ms
-        assert -net_ms < saved_ms, (num_reqs, cycle)
-        num_probes += sum(tier > 0 for tier in tiers)
-    assert num_probes > 10
+    assert len(seen) > 10
 
 
 def test_it_looks_again_soon_after_its_best_tier_came_and_went() -> None:
-    """Steps that feed the head, since drafts paid a moment ago, are not owed for without end."""
-    policy = LoadAwareDrafts(
-        PolicyParts(
-            options=RoundOptions(1),
-            rounds=ListedRounds({1: (4.0, 4.3)}),
-            feed_ms=lambda cases: 0.2,
-        )
-    )
-    found, step = {}, drafting_step(1)
-    for num_steps in (40, 1500):
-        pays = itertools.cycle([[1.0, 2.0], *[[1.0, 1.0]] * 7])
-        with mock.patch.object(Stretches, "lengths", lambda *_, pays=pays: next(pays)):
-            for _ in range(num_steps):
-                policy.choose(step)
-        with mock.patch.object(Stretches, "lengths", return_value=[1.0, 1.0]):
-            found[num_steps] = next(n for n in itertools.count() if policy.choose(step).limit > 1)
-    assert found[1500] <= found[40] + 300
+    """Steps that feed the head, since drafts paid a moment ago, are owed for, not without end."""
+    prices, feed_ms = ListedRounds({1: (4.0, 4.3)}), 0.2
+    parts = PolicyParts(options=RoundOptions(1), rounds=prices, feed_ms=lambda cases: feed_ms)
+    policy, step = LoadAwareDrafts(parts), drafting_step(1)
+    pays = itertools.cycle([[1.0, 2.0], *[[1.0, 1.0]] * 7])
+    with mock.patch.object(policy, "lengths", side_effect=pays):
+        for _ in range(1500):
+            policy.choose(step)
+    with mock.patch.object(policy, "lengths", return_value=[1.0, 1.0]):
+        found = next(number for number in itertools.count() if policy.choose(step).limit > 1)
+    owed_steps = REST_AFTER * feed_ms / ((PROBE_SHARE + FEED_SHARE) * 4.0)
+    assert owed_steps < found < 2 * owed_steps
 
 
 def test_a_head_rests_after_some_idle_steps_and_is_fed_before_it_drafts_again() -> None:
@@ -220,8 +143,8 @@ def test_tiers_reach_from_none_to_all_or_are_those_that_a_batch_may_have() -> No
     assert LoadAwareDrafts.tiers(options) == (0, 1, 3)
     prices = ListedRounds(dict.fromkeys((1, 8, 32), (1.0, 1.01, 1.02, 1.03)))
     with mock.patch.object(Stretches, "lengths", return_value=[1.0, 1.9, 2.7, 3.4]):
+        policy = LoadAwareDrafts(PolicyParts(options=options, rounds=prices))
         for num_reqs, tier in ((1, 3), (8, 1), (32, 1)):
-            policy = LoadAwareDrafts(PolicyParts(options=options, rounds=prices))
             assert policy.choose(drafting_step(num_reqs)).settled == tier
 
 
@@ -231,39 +154,28 @@ NUM_ROWS = 32
 TEXTS = [(0.1, 0.9), (0.3, 0.5), (0.6, 0.6), (0.9, 0.3), (0.05, 0.97)]
 
 
-class DrawnText:
-    """Requests whose tokens are predictable in stretches.
-
-    Args:
-        begin, stay: chances that a token is predictable after one that is not, and after one that
-            is.
-    """
-
-    def __init__(self, begin: float, stay: float, seed: int) -> None:
-        self._begin, self._stay, self._luck = begin, stay, random.Random(seed)
-        self._was_predictable = [False] * NUM_ROWS
-
-    def round(self, row: int, num_drafts: int) -> int:
-        """Returns how many drafts of a request are right; the token after them is the model's."""
-        right = 0
-        while right < num_drafts and self._next(row):
-            right += 1
-        if right == num_drafts:  # else the token after them is the one that was not predictable
-            self._next(row)
-        return right
-
-    def _next(self, row: int) -> bool:
-        chance = self._stay if self._was_predictable[row] else self._begin
-        self._was_predictable[row] = self._luck.random() < chance
-        return self._was_predictable[row]
-
-
-def learnt(begin: float, stay: float, num_drafts: int, num_rounds: int, seed: int) -> Stretches:
-    found, text = Stretches(NUM_ROWS), DrawnText(begin, stay, seed)
+def drawn_rounds(
+    begin: float, stay: float, num_drafts: int, num_rounds: int, seed: int = 0
+) -> Iterator[list[int]]:
+    """Draws how many drafts of each request are right in rounds of text whose tokens are
+    predictable in stretches: with the chance `stay` after one that is, and `begin` after one that
+    is not. After right drafts comes a token of the model's own."""
+    luck, was_predictable = random.Random(seed), [False] * NUM_ROWS
     for _ in range(num_rounds):
-        right = [text.round(row, num_drafts) for row in range(NUM_ROWS)]
-        found.observe(drafted(0, NUM_ROWS, [num_drafts] * NUM_ROWS, right))
-    return found
+        right = [0] * NUM_ROWS
+        for row in range(NUM_ROWS):
+            while True:
+                chance = stay if was_predictable[row] else begin
+                was_predictable[row] = luck.random() < chance
+                if right[row] == num_drafts or not was_predictable[row]:
+                    break
+                right[row] += 1
+        yield right
+
+
+def teach(found: Stretches, num_drafts: int, rounds: Iterable[list[int]]) -> None:
+    for right in rounds:
+        found.observe(drafted(0, len(right), [num_drafts] * len(right), right))
 
 
 @pytest.mark.parametrize("num_drafts", [2, 7])
@@ -275,49 +187,44 @@ def test_rounds_of_any_number_of_drafts_give_what_another_number_has_taught(
     monkeypatch.setattr(stretches, "MEMORY_STEPS", 1e6)
     monkeypatch.setattr(stretches, "PAST_MEMORY", 1e6)
     for begin, stay in TEXTS:
-        said = learnt(begin, stay, num_drafts, 400, 0).lengths(MOST)
+        found = Stretches(NUM_ROWS)
+        teach(found, num_drafts, drawn_rounds(begin, stay, num_drafts, 400))
+        said = found.lengths(MOST)
         assert said == sorted(said)
         assert said[0] == 1.0
         for drafts in (1, 3, MOST):
-            text = DrawnText(begin, stay, 100 + drafts)
-            rounds = [text.round(row, drafts) for _ in range(400) for row in range(NUM_ROWS)]
-            assert said[drafts] == pytest.approx(1 + sum(rounds) / len(rounds), rel=0.06)
+            rounds = drawn_rounds(begin, stay, drafts, 400, seed=100 + drafts)
+            mean = statistics.fmean(itertools.chain.from_iterable(rounds))
+            assert said[drafts] == pytest.approx(1 + mean, rel=0.06)
 
 
 def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_like_all() -> None:
     """New requests are not like those that ran last; what they say is believed at once. Steps
     without drafts leave chances as they are."""
-    found, rows = learnt(0.9, 0.95, 7, 50, 0), range(NUM_ROWS)
-    none, three = [0] * NUM_ROWS, [3] * NUM_ROWS
+    found, none = Stretches(NUM_ROWS), [0] * NUM_ROWS
+    teach(found, 7, drawn_rounds(0.9, 0.95, 7, 50))
     before = found.lengths(MOST)
-    for _ in range(5):
-        found.observe(drafted(0, NUM_ROWS, none, none))
+    teach(found, 0, [none] * 5)
     assert found.lengths(MOST) == pytest.approx(before, rel=0.05)
-    for _ in range(6):
-        found.observe(drafted(0, NUM_ROWS, three, none))
+    teach(found, 3, [none] * 6)
     wrong = found.lengths(MOST)[3]
     found.renew()
     renewed = found.lengths(MOST)[3]
-    assert renewed > wrong + 0.3
-    for _ in range(2):
-        found.observe(drafted(0, NUM_ROWS, three, none))
-    assert found.lengths(MOST)[3] < renewed - 0.3
-    text = DrawnText(0.05, 0.2, 1)
-    for _ in range(20):
-        right = [text.round(row, 7) for row in rows]
-        found.observe(drafted(0, NUM_ROWS, [7] * NUM_ROWS, right))
+    teach(found, 3, [none] * 2)
+    assert renewed > max(wrong, found.lengths(MOST)[3]) + 0.3
+    teach(found, 7, drawn_rounds(0.05, 0.2, 7, 20, seed=1))
     assert found.lengths(MOST)[7] < 1.6
 
 
 def test_a_new_request_begins_after_no_full_round() -> None:
     """Its first draft says where stretches begin, though its row's last request was in one."""
     one, two = Stretches(1), Stretches(1)
-    for each in (one, two):
-        for _ in range(8):
-            each.observe(drafted(0, 1, [3], [3]))
-    one.observe(drafted(0, 1, [0], [0]))  # its prompt
-    for each in (one, two):
-        each.observe(drafted(0, 1, [3], [0]))
+    teach(one, 3, [[3]] * 8)
+    teach(two, 3, [[3]] * 8)
+    teach(one, 0, [[0]])  # its prompt
+    teach(one, 3, [[0]])
+    teach(two, 3, [[0]])
+    teach(two, 0, [[0]])
     assert one.lengths(MOST)[1] < two.lengths(MOST)[1]
 
 
@@ -331,50 +238,30 @@ def taught(
     chain given those before it, of a tree's nodes alone."""
     options = RoundOptions(MOST, num_free=MOST, trees_of_any_size=has_trees)
     policy, luck = MatchedDrafts(PolicyParts(options=options, rounds=prices)), random.Random(2)
-    for _ in range(60):
-        for kind, of_class in enumerate(chances):
-            paths = list[list[int]]()
-            for _ in range(8):
-                lots = [luck.random() < chance for chance in of_class]
-                right = [1 + place for place, is_right in enumerate(lots) if is_right]
-                if not has_trees:
-                    right = [*range(1, 1 + next((n for n in range(MOST) if not lots[n]), MOST))]
-                paths.append([0, *right])
-            lengths = [len(path) for path in paths]
-            policy.observe(
-                StepOutcome(
-                    plan=plan_of(MOST, 8),
-                    rows=range(8),
-                    num_tried=[1 + MOST] * 8,
-                    num_accepted=lengths,
-                    num_tokens=sum(lengths),
-                    num_fed=[MOST] * 8,
-                    kinds=[Kind(match=kind)] * 8,
-                    paths=paths if has_trees else (),
-                )
-            )
+    most = [MOST] * 8
+    for kind in [*range(len(chances))] * 60:
+        paths = list[list[int]]()
+        for _ in most:
+            right = [luck.random() < chance for chance in chances[kind]]
+            if not has_trees:
+                right = right[: [*right, False].index(False)]
+            paths.append([0, *(1 + place for place, is_right in enumerate(right) if is_right)])
+        step = drafted(MOST, 8, most, [len(path) - 1 for path in paths], fed=most)
+        kinds = [Kind(match=kind)] * 8
+        policy.observe(replace(step, kinds=kinds, paths=paths if has_trees else ()))
     return policy
 
 
 @pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
 def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_trees: bool) -> None:
     """Searches all numbers, with the chances that drafts were drawn by."""
-    luck, seen = random.Random(1), set[int]()
+    luck, seen, tiers = random.Random(1), set[int](), LoadAwareDrafts.tiers(RoundOptions(MOST))
     chances = [[luck.uniform(0.3, 0.97)] * MOST for _ in PRIORS]
+    alone = [[*itertools.accumulate(of_class, float.__mul__)] for of_class in chances]
     if has_trees:
         chances = [sorted((luck.random() for _ in range(MOST)), reverse=True) for _ in PRIORS]
-    given = [
-        [
-            1.0,
-            *(
-                1 + each
-                for each in itertools.accumulate(
-                    of_class if has_trees else itertools.accumulate(of_class, float.__mul__)
-                )
-            ),
-        ]
-        for of_class in chances
-    ]
+        alone = chances
+    given = [[*itertools.accumulate(of_class, initial=1.0)] for of_class in alone]
     for _ in range(14):
         kinds = luck.sample(range(NUM_CLASSES), 2)
         counts, num_plain = [luck.randint(1, 5) for _ in kinds], luck.choice([0, 30])
@@ -383,29 +270,24 @@ def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_tree
         policy = taught(has_trees, chances, ListedRounds({num_reqs: costs}, 0.0))
         wishes = [EmittingRequest(Kind(match=kind), 1 + MOST) for kind in kinds]
         step = UpcomingStep(Counter({PLAIN: num_plain, **dict(zip(wishes, counts, strict=True))}))
-        tokens = [
-            num_plain
-            + sum(count * given[kind][tier] for kind, count in zip(kinds, counts, strict=True))
-            for tier in range(1 + MOST)
-        ]
-        rates = {
-            tier: tokens[tier] / costs[tier] for tier in LoadAwareDrafts.tiers(RoundOptions(MOST))
-        }
+        rates = dict[int, float]()
+        for tier in tiers:
+            pairs = zip(kinds, counts, strict=True)
+            tokens = num_plain + sum(count * given[kind][tier] for kind, count in pairs)
+            rates[tier] = tokens / costs[tier]
         found = policy.choose(step).settled
         assert rates[found] > 0.97 * max(rates.values())
         seen.add(found)
     assert len(seen) > 1
 
 
-def test_matches_without_drafts_that_pay_are_probed_and_each_length_has_a_class() -> None:
-    policy = taught(
-        False, [[0.0] * MOST] * NUM_CLASSES, ListedRounds({8: [4.0 + n for n in range(8)]})
-    )
+def test_matches_without_drafts_that_pay_are_probed_with_few_and_each_length_has_a_class() -> None:
+    prices = ListedRounds({8: [4.0 + n for n in range(8)]})
+    policy = taught(False, [[0.0] * MOST] * NUM_CLASSES, prices)
     step = UpcomingStep(Counter({EmittingRequest(Kind(match=5), 1 + MOST): 8}))
-    budgets = [policy.choose(step) for _ in range(3000)]
-    assert {budget.settled for budget in budgets} == {0}
-    assert 1 < sum(budget.limit > 1 for budget in budgets) < 300
-    assert {budget.limit for budget in budgets} == {1, 2}
+    limits = Counter(policy.choose(step).limit for _ in range(3000))
+    assert limits.keys() == {1, 2}
+    assert 1 < limits[2] < 300
     classes = [class_of(length) for length in range(20)]
     assert classes[: LONGEST_OF_CLASS[-1] + 2] == [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]
     assert set(classes) == set(range(NUM_CLASSES))
@@ -414,13 +296,10 @@ def test_matches_without_drafts_that_pay_are_probed_and_each_length_has_a_class(
 # ---------------------------------------------------------------- prompts beside rounds
 
 
-def hear(
-    mix: PromptMix, num_tokens: int, num_prompts: int = 0, rows: int = 0, is_full: bool = False
-) -> None:
+def hear(mix: PromptMix, num_tokens: int, num_prompts: int, rows: int, is_full: bool) -> None:
     """Covers a step in which a request decodes."""
-    emitting = Counter({EmittingRequest(Kind(), 2): 1})
-    if not is_full:
-        emitting[EmittingRequest(Kind(), 2, pending=0)] = num_prompts
+    decoding, new = EmittingRequest(Kind(), 2), EmittingRequest(Kind(), 2, pending=0)
+    emitting = Counter({decoding: 1, new: num_prompts * (not is_full)})
     mix.plan(UpcomingStep(emitting, prompt_rows=rows, prompt_reqs=int(is_full)))
     mix.observe(drafted(0, 1, [0], [num_tokens - 1]))
 
@@ -430,21 +309,20 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
     counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
     mix = PromptMix(8192)
     assert mix.cases(drafting_step(4, 1, 100), 1.0) == StepCase(4, 100)
-    for number in range(400):
-        hear(mix, 32, *((1, 100) if number % 2 == 0 else (0, 0)))
+    for has_prompt in [True, False] * 200:
+        hear(mix, 32, int(has_prompt), 100 * has_prompt, False)
     for num_reqs, pace in ((16, 1.0), (16, 2.0), (16, 4.0), (64, 1.0), (64, 3.0), (512, 8.0)):
         prompts = mix.cases(drafting_step(num_reqs), pace).prompts
         assert len(prompts) <= MAX_NUMBERS + 1
         assert sum(chance for chance, _ in prompts) == pytest.approx(1.0)
-        expected = num_reqs * pace / 64
         # The least of numbers far apart stands for those below it.
         mean = sum(chance * rows for chance, rows in prompts) / 96
-        assert mean == pytest.approx(expected, rel=0.1, abs=0.15)
+        assert mean == pytest.approx(num_reqs * pace / 64, rel=0.1, abs=0.15)
     [(none, _), (_, rows), *_] = mix.cases(drafting_step(16), 1.0).prompts
     assert none == pytest.approx(math.exp(-0.25), abs=0.03)
     assert rows == round(100 / ROW_GRAIN) * ROW_GRAIN
     for _ in range(8 * MEMORY_STEPS):
-        hear(mix, 32)
+        hear(mix, 32, 0, 0, False)
     assert mix.cases(drafting_step(4, 1, 100), 2.0) == StepCase(4, 100), "it is forgotten"
 
 
@@ -452,10 +330,8 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
     """Takes 16 steps, which give 32 tokens each, 11 feed a whole chunk and one the end of a prompt.
     At half the pace there are half as many; there is never more than one in a step."""
     mix, chunk = PromptMix(8192), 2048
-    for number in range(640):
-        place = number % 16
-        rows = chunk if place < 11 else 512 if place == 11 else 0
-        hear(mix, 32, int(rows > 0), rows, is_full=rows == chunk)
+    for rows in [*[chunk] * 11, 512, *[0] * 4] * 40:
+        hear(mix, 32, int(rows > 0), rows, rows == chunk)
     for pace, share in ((2.0, 11 / 16), (1.0, 11 / 32), (8.0, 1.0)):
         found = {rows: chance for chance, rows in mix.cases(drafting_step(16), pace).prompts}
         assert max(found) == chunk

@@ -22,7 +22,7 @@ from ngram_serving import ngram_config
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.draft_planner import DraftPlanner
 from sglang.srt.lookahead.mask_planner import MaskPlanner
-from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
+from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
 
 torch.set_num_threads(1)
@@ -52,32 +52,16 @@ def through_bytes() -> Iterator[list[StepPlan]]:
         yield arrived
 
 
-def resting_head(paths: dict[str, Path], folder: Path) -> Drafted:
-    return Served(paths, EAGLE, 3, setup_for(3), tier_policy=RESTING)
-
-
-def trees(paths: dict[str, Path], folder: Path) -> Drafted:
-    drafter = ngram_config(5, 2, tier_policy="matched")
-    return ServedNgrams(paths["target"], drafter, setup_for(5), FREE_ROWS)
-
-
-def cut_trees(paths: dict[str, Path], folder: Path) -> Drafted:
-    drafter = ngram_config(7, 3, tile_spec_cache=folder)
-    return ServedNgrams(paths["target"], drafter, setup_for(7), DEAR_ROWS)
-
-
-def cut_chains(paths: dict[str, Path], folder: Path) -> Drafted:
-    options = {"tile_spec_cache": folder, "prices": DEAR_ROWS}
-    return Served(paths, EAGLE, 3, setup_for(3), **options)
-
-
-Wanted = Callable[[StepPlan], object]
-KINDS: dict[str, tuple[Callable[[dict[str, Path], Path], Drafted], Wanted]] = {
-    "a head that rests": (resting_head, lambda plan: plan.rests),
-    "trees of n-grams": (trees, lambda plan: plan.wants_paths),
-    "cut chains": (cut_chains, lambda plan: plan.wants_scores and plan.counts.packed),
+Made = Callable[[dict[str, Path], Path], Drafted]
+KINDS: dict[str, tuple[Made, Callable[[StepPlan], object]]] = {
+    "a head that rests": (
+        lambda paths, _: Served(paths, EAGLE, 3, setup_for(3), tier_policy=RESTING),
+        lambda plan: plan.rests,
+    ),
     "cut trees": (
-        cut_trees,
+        lambda paths, folder: ServedNgrams(
+            paths["target"], ngram_config(7, 3, tile_spec_cache=folder), setup_for(7), DEAR_ROWS
+        ),
         lambda plan: plan.wants_scores and plan.wants_paths and plan.counts.packed,
     ),
 }
@@ -96,27 +80,17 @@ def test_a_drafter_executes_plans_that_were_sent(
     assert sum(bool(wanted(plan)) for plan in arrived) > 5
 
 
-MASKS: dict[str, dict[str, Any]] = {
-    "padded": {},
-    "trimmed": {"trims_rows": True},
-    "packed": {"packs_rows": True},
-}
-
-
-@pytest.mark.parametrize("layout", MASKS)
+@pytest.mark.parametrize("layout", ["", "trims_rows", "packs_rows"])
 def test_masks_are_fed_by_plans_that_were_sent(small_model: Path, layout: str) -> None:
     """Static, by confidence and verified side by side."""
-    modes: list[dict[str, Any]] = [
-        {"mtp_k": 3},
-        {"mtp_k": 4, "mtp_strategy": ["conf_adapt", 0.6]},
-        {"mtp_k": 4, "mtp_verify": True},
-    ]
+    modes: list[dict[str, Any]] = [{}, {"mtp_strategy": ["conf_adapt", 0.6]}, {"mtp_verify": True}]
     runner = make_runner(small_model, Setup(), 128, MTP_MAX_ROWS)
 
     def served() -> list[list[int]]:
-        worker = make_mtp_worker(runner, 5, WithRoom(), **MASKS[layout])
+        options: dict[str, Any] = {layout: True} if layout else {}
+        worker = make_mtp_worker(runner, 5, WithRoom(), **options)
         harness = SchedulerHarness(Setup(), worker)
-        params = {"temperature": 0.0, "max_new_tokens": 12, "mtp_enabled": True}
+        params = {"temperature": 0.0, "max_new_tokens": 12, "mtp_enabled": True, "mtp_k": 4}
         ids = [harness.submit([3, 1, 4], **mode, **params) for mode in modes]
         harness.run()
         return [harness.outputs[req_id].token_ids for req_id in ids]
@@ -126,4 +100,4 @@ def test_masks_are_fed_by_plans_that_were_sent(small_model: Path, layout: str) -
         assert served() == right
     assert any(plan.accepts_unconfirmed for plan in arrived)
     assert any(plan.budget is not None and plan.max_pending > 1 for plan in arrived)
-    assert any(plan.counts.packed is not None for plan in arrived) == (layout == "packed")
+    assert any(plan.counts.packed is not None for plan in arrived) == (layout == "packs_rows")

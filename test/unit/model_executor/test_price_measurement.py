@@ -1,11 +1,15 @@
-"""Tests how prices of steps are measured."""
+"""Tests how prices of steps and of a head are measured, and graphs for trees."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +18,15 @@ from unittest import mock
 import pytest
 import torch
 
+from draft_heads import DFLASH, EAGLE, EAGLE3, P_EAGLE, write_eagle3
+from head_rounds import MAX_REQUESTS, MAX_ROWS, NUM_STEPS, WRITERS, make_head
 from priced_server import STEP_MS, curve
+from recorded_graphs import UniformAttention, recorded_graphs, replayable_backends
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.measured_times import CpuTimer, GpuTimer, Launch
 from sglang.srt.model_executor.model_runner import ForwardResult
@@ -24,11 +34,15 @@ from sglang.srt.model_executor.price_measurement import (
     GRAPH_REPEATS,
     MANY_ROWS,
     PriceMeter,
+    graph_finder,
+    measure_draft_prices,
     priced_graphs,
     rows_of,
 )
-from sglang.srt.step.price_table import PromptChunk
-from utils import MTP_MAX_ROWS, Setup, make_random_llama, make_runner
+from sglang.srt.model_executor.runner_group import make_runners
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
+from sglang.srt.step.price_table import PromptChunk, StepShape
+from utils import MTP_MAX_ROWS, Setup, make_execution, make_random_llama, make_runner
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +103,7 @@ def test_passes_over_all_sizes_end_with_the_budget() -> None:
 
 class QueuedGpu:
     """A host that launches in `host_ms(now)`, and a GPU that computes what is queued; times are in
-    milliseconds."""
+    milliseconds. Gives what stands in for `torch.cuda.Event`."""
 
     def __init__(self, host_ms: Callable[[float], float]) -> None:
         self._host_ms = host_ms
@@ -99,30 +113,19 @@ class QueuedGpu:
         self.now += self._host_ms(self.now)
         self._end = max(self._end, self.now) + took_ms
 
-    def event(self, enable_timing: bool) -> QueuedEvent:
-        return QueuedEvent(self)
+    def event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace()
 
-    def end_of_queue(self) -> float:
-        return max(self._end, self.now)
+        def record() -> None:
+            event.at = max(self._end, self.now)
 
+        def synchronize() -> None:
+            self.now = max(self.now, event.at)
 
-class QueuedEvent:
-    """Stands in for `torch.cuda.Event`."""
-
-    def __init__(self, gpu: QueuedGpu) -> None:
-        self._gpu, self._at = gpu, 0.0
-
-    def record(self) -> None:
-        self._at = self._gpu.end_of_queue()
-
-    def query(self) -> bool:
-        return self._gpu.now >= self._at
-
-    def synchronize(self) -> None:
-        self._gpu.now = max(self._gpu.now, self._at)
-
-    def elapsed_time(self, later: QueuedEvent) -> float:
-        return later._at - self._at
+        event.record, event.synchronize = record, synchronize
+        event.query = lambda: self.now >= event.at
+        event.elapsed_time = lambda later: later.at - event.at
+        return event
 
 
 def measured_graphs(
@@ -143,17 +146,12 @@ def measured_graphs(
 
 
 @pytest.mark.parametrize("start_ms", range(200, 2000, 300))
-def test_times_of_graphs_are_the_gpus_while_the_host_is_slow(
-    start_ms: float,
-) -> None:
+def test_times_of_graphs_are_the_gpus_while_the_host_is_slow(start_ms: float) -> None:
     """For a while launching takes a host longer than most graphs take. It would then seem that a
     graph costs no less than larger ones, which are timed later, and steps would replay those."""
     keys, truth = GraphKeys(GraphSupport.RAGGED_Q, 128, 1, 1024), curve(STEP_MS)
-
-    def host_ms(now: float) -> float:
-        return 24.0 if start_ms < now < start_ms + 300 else 2.0
-
-    found = measured_graphs(keys, QueuedGpu(host_ms), lambda key: truth.at(key.num_tokens))
+    gpu = QueuedGpu(lambda now: 24.0 if start_ms < now < start_ms + 300 else 2.0)
+    found = measured_graphs(keys, gpu, lambda key: truth.at(key.num_tokens))
     assert found == pytest.approx({key: truth.at(key.num_tokens) for key in found})
 
 
@@ -164,8 +162,7 @@ def test_a_graph_that_met_a_slow_moment_is_replaced_by_no_larger_one(seed: int) 
     slowness = {key: [rng.uniform(1, 2)] * (1 + GRAPH_REPEATS) for key in keys.all}
 
     def took_ms(key: GraphKey) -> float:
-        slow = slowness[key].pop() if slowness[key] else 1.0
-        return (5.0 + 0.015 * key.num_tokens) * slow
+        return (5.0 + 0.015 * key.num_tokens) * (slowness[key].pop() if slowness[key] else 1.0)
 
     found = measured_graphs(keys, QueuedGpu(lambda now: 0.1), took_ms)
     keys.prefer_cheaper(found)
@@ -191,8 +188,7 @@ def test_a_progress_bar_is_shown_on_a_gpu_in_a_terminal(
     monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
     assert [*timer.shown([3, 1, 2], "graphs")] == [3, 1, 2]
-    assert ("Measuring graphs: 100%" in screen.getvalue()) == is_shown
-    assert is_shown or not screen.getvalue()
+    assert ("Measuring graphs: 100%" in screen.getvalue()) == is_shown == bool(screen.getvalue())
 
 
 def test_rows_of_measured_steps_are_fed_different_tokens(model_path: Path) -> None:
@@ -281,6 +277,151 @@ def test_steps_that_nobody_prices_are_not_measured(
     runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
     keys = GraphKeys(GraphSupport.RAGGED_Q, 8, max_width, 64)
     with mock.patch.object(type(runner), "graph_keys", keys):
-        priced = priced_graphs(runner, max_width)
-    assert {key.tag for key in priced} == tags
-    assert priced == [key for key in keys.all if key.tag in tags]
+        assert priced_graphs(runner, max_width) == [key for key in keys.all if key.tag in tags]
+
+
+# ---------------------------------------------------------------- heads, and graphs for trees
+
+SHAPES = [TreeShape(4, 3, 9), TreeShape(3, 1, 2)]
+RAGGED_GRAPHS: dict[str, Any] = {"attention_backend": "ragged", "max_graph_width": MAX_ROWS}
+
+
+@contextmanager
+def noted_replays() -> Iterator[list[GraphKey]]:
+    """Notes which recorded graphs are replayed while this lasts."""
+    run, replayed = CudaGraphRunner.run, list[GraphKey]()
+
+    def replay(graphs: Any, key: GraphKey, batch: Any) -> Any:
+        replayed.append(key)
+        return run(graphs, key, batch)
+
+    counting = mock.patch.object(CudaGraphRunner, "run", replay)
+    with recorded_graphs(), replayable_backends(), counting:
+        yield replayed
+
+
+@pytest.mark.long_matrix
+@pytest.mark.parametrize("shapes", [NUM_STEPS, SHAPES], ids=["chains", "trees"])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_what_a_head_does_in_a_round_is_timed(
+    tmp_path: Path, shapes: Sequence[DraftShape], has_graphs: bool
+) -> None:
+    """Each graph that serves steps is timed by a replay; passes of each shape, of any number of
+    requests, as one graph where there are graphs."""
+    target = make_random_llama(tmp_path / "target", num_hidden_layers=8, vocab_size=320)
+    head_path, drafted = write_eagle3(tmp_path / "head"), Counter[DraftShape]()
+    with noted_replays() as replayed:
+        changes = RAGGED_GRAPHS if has_graphs else {}
+        head = make_head(target, head_path, EAGLE3, 1, shapes, **changes)
+        name = "draft" if shapes is NUM_STEPS else "draft_trees"
+        draft = getattr(head, name)
+
+        def noting(first: Any, shape: DraftShape) -> Any:
+            drafted[shape] += 1
+            return draft(first, shape)
+
+        replayed.clear()
+        with mock.patch.object(head, name, noting):
+            clock = itertools.count(step=1e-5).__next__  # no size is left out for time
+            prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, shapes, clock)
+    assert [*prices.passes] == [*shapes]
+    for shape, drafting in prices.passes.items():
+        curve = drafting.by_requests
+        assert curve.sizes == (1, 2, 4, 8, MAX_REQUESTS)
+        assert min(curve.costs_ms) > 0
+        assert drafted[shape] >= len(curve.sizes)
+    assert prices.extend.head.at(1) > 0
+    num_replayed = sum(key.tag == "draft steps" for key in replayed)
+    assert num_replayed == drafted.total() * has_graphs
+    assert {*prices.extend.graphs_ms} <= {*replayed}
+    assert bool(prices.extend.graphs_ms) == has_graphs
+    for num_reqs, width in itertools.product((1, 5, MAX_REQUESTS), (1, 2, MAX_ROWS)):
+        key = prices.extend.find(num_reqs, width, num_reqs * width)
+        assert (key is not None) == has_graphs
+        assert key is None or prices.extend.graphs_ms[key] > 0
+        assert prices.extend.rows_ms(num_reqs, width, num_reqs * width) > 0
+
+
+class ReadingClock:
+    """Shows, at work, 1 us for each token of KV that attention has read in a first layer, and some
+    time for each look at it."""
+
+    def __init__(self) -> None:
+        self._num_planned = self._num_us = 0
+
+    def __call__(self) -> float:
+        self._num_us += 1
+        return 1e-6 * self._num_us
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Runs while this lasts."""
+        plan, forward = TorchNativeBackend.plan, TorchNativeBackend.forward
+
+        def planned(backend: TorchNativeBackend, batch: ForwardBatch) -> None:
+            self._num_planned = int(batch.kv_lens.sum())
+            plan(backend, batch)
+
+        def ran(backend: TorchNativeBackend, layer: int, q: torch.Tensor) -> torch.Tensor:
+            self._num_us += self._num_planned if layer == 0 else 0
+            return forward(backend, layer, q)
+
+        with mock.patch.multiple(TorchNativeBackend, plan=planned, forward=ran):
+            yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"), [(EAGLE, {1: 1, 3: 3}), (P_EAGLE, {1: 1, 3: 1}), (DFLASH, {1: 1, 3: 1})]
+)
+def test_a_pass_is_priced_with_all_kv_that_it_reads(
+    tmp_path: Path, kind: str, reads: dict[int, int]
+) -> None:
+    """Draft steps read it once each, rows over mask tokens together. A head of blocks only stores
+    KV when it is fed, so nothing that is measured there tells what its block reads."""
+    target = make_random_llama(tmp_path / "target", num_hidden_layers=8, vocab_size=320)
+    clock, head = ReadingClock(), make_head(target, WRITERS[kind](tmp_path / "head"), kind, 1)
+    with clock.at_work():
+        prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, NUM_STEPS, clock)
+    us = {shape: 1e3 * each.kv_ms for shape, each in prices.passes.items()}
+    assert us == pytest.approx(reads)
+    assert 1e3 * prices.extend.kv_ms == pytest.approx(0 if kind == DFLASH else 1)
+    rounds = MeasuredRoundPrices(prices.extend, prices, num_free=int(kind != DFLASH))
+    for num_drafts in (1, 3):
+        short, long = (rounds.round_ms(StepCase(2, kv), num_drafts) for kv in (0, 1000))
+        of_rows = 2 * prices.extend.attention_ms(StepShape(2, 0, 0, 0, 1000, 0))
+        num_steps = num_drafts - rounds.num_free
+        drafting = reads[3 if num_steps > 1 else 1] if num_steps else 0
+        assert long - short == pytest.approx(of_rows + drafting, abs=0.01)
+
+
+def test_graphs_for_trees_have_prices_and_are_those_that_steps_of_trees_are_priced_by(
+    model_path: Path,
+) -> None:
+    setup = Setup(num_pages=200, max_running_requests=4)
+    with noted_replays() as replayed:
+        more: Any = {**RAGGED_GRAPHS, "captures_trees": True, "max_graph_rows": 32}
+        runner = make_runners(make_execution(model_path, setup, 64, MAX_ROWS, **more)).target
+        keys = runner.graph_keys
+        assert keys is not None
+        assert keys.have_trees
+        replayed.clear()
+        prices = PriceMeter(runner, 4, MAX_ROWS).measure()
+    assert prices.graphs_ms.keys() == {*priced_graphs(runner, MAX_ROWS)} == {*keys.all}
+    assert {key for key in keys.all if key.has_tree and key.tag != "mixed"} <= {*replayed}
+    for num_reqs, widest in itertools.product((1, 3, 4), (1, 2, MAX_ROWS)):
+        for num_rows in {num_reqs, num_reqs + widest - 1, num_reqs * widest}:
+            found = prices.find(num_reqs, widest, num_rows)
+            assert found == keys.find_shape(num_reqs, widest, num_rows, has_tree=widest > 1)
+            assert found is not None
+            assert prices.rows_ms(num_reqs, widest, num_rows) == prices.graphs_ms[found]
+
+
+def test_trees_that_replay_no_graph_are_priced_without_one(model_path: Path) -> None:
+    without = replace(UniformAttention.capabilities(), captures_trees=False)
+    more: Any = {"attention_backend": "uniform", "max_graph_width": 8, "captures_trees": True}
+    setup = Setup(num_pages=200, max_running_requests=4)
+    no_trees = mock.patch.object(UniformAttention, "capabilities", return_value=without)
+    with recorded_graphs(), replayable_backends(), no_trees:
+        find = graph_finder(make_runners(make_execution(model_path, setup, 64, 8, **more)).target)
+    assert find(3, 1, 3) is not None
+    assert find(3, 8, 24) is None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -28,40 +29,41 @@ MAX_K = 8
 VERIFIED = Kind(True, 0)
 
 
-def test_the_policy_hears_what_became_of_each_step_it_chose_for(small_model: Path) -> None:
-    policy = FixedLength(mask_parts(4))
-    setup = Setup(max_running_requests=4)
-    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy, limits_unverified=True))
-    ahead = {"max_new_tokens": 9, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
-    with mock.patch.object(policy, "observe") as observe:
-        harness.generate([[1, 2], [3]], max_new_tokens=9, temperature=0.0)
-        assert all(call.args[0].plan.budget is None for call in observe.call_args_list)
-        observe.reset_mock()
-        harness.generate([[1, 2]], **ahead)
-        first = observe.call_args_list[0].args[0]
-        assert (first.kinds, first.is_adjustable) == ([None], [True])
-        assert (first.num_tried, first.num_accepted, first.plan.budget.limit) == ([4], [4], 4)
-        assert first.rows[0] in range(4)
-        observe.reset_mock()
-        harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **ahead)
-        kinds = [call.args[0].kinds[0] for call in observe.call_args_list]
-        assert set(kinds) == {Kind(False, 5)}
+@contextmanager
+def heard(policy: FixedLength) -> Iterator[list[StepOutcome]]:
+    """Notes what a policy hears while this lasts."""
+    outcomes = list[StepOutcome]()
+    with mock.patch.object(policy, "observe", outcomes.append):
+        yield outcomes
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_of_verified_drafts_those_are_counted_that_were_there(
+def test_the_policy_hears_what_became_of_each_step_it_chose_for(
     small_model: Path, overlap: bool
 ) -> None:
-    """After a wrong draft a step has none, and its one token says nothing."""
+    """Counts of verified drafts those that were there: after a wrong draft a step has none, and its
+    one token says nothing."""
     policy = FixedLength(mask_parts(4))
     setup = Setup(max_running_requests=4, enable_overlap=overlap)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy))
-    params = {"max_new_tokens": 40, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
-    with mock.patch.object(policy, "observe") as observe:
-        harness.generate([[1, 2]], mtp_verify=True, ignore_eos=True, **params)
-    outcomes = [call.args[0] for call in observe.call_args_list]
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy, limits_unverified=True))
+    params = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    with heard(policy) as outcomes:
+        harness.generate([[1, 2], [3]], **params)
+    assert all(outcome.plan.budget is None for outcome in outcomes)
+    params |= {"mtp_enabled": True, "mtp_k": 4}
+    with heard(policy) as outcomes:
+        harness.generate([[1, 2]], **params)
+    first = outcomes[0]
+    assert (first.kinds, first.is_adjustable) == ([None], [True])
+    assert (first.num_tried, first.num_accepted) == ([4], [4])
+    assert first.plan.budget == Budget(4, settled=3)
+    assert first.rows[0] in range(4)
+    with heard(policy) as outcomes:
+        harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **params)
+    assert {outcome.kinds[0] for outcome in outcomes} == {Kind(False, 5)}
+    with heard(policy) as outcomes:
+        harness.generate([[1, 2]], mtp_verify=True, **params)
     assert {outcome.kinds[0] for outcome in outcomes} == {VERIFIED}
     steps = [(*outcome.num_tried, *outcome.num_accepted) for outcome in outcomes]
     steps = [step for step in steps if step[0]]  # one that sat the step out teaches nothing
@@ -73,16 +75,16 @@ def test_of_verified_drafts_those_are_counted_that_were_there(
 
 
 def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
-    heard: list[UpcomingStep] = []
+    policy, heard = FixedLength(mask_parts(MAX_K)), list[UpcomingStep]()
 
-    class Recording(FixedLength):
-        def choose(self, upcoming: UpcomingStep) -> Budget:
-            heard.append(upcoming)
-            return super().choose(upcoming)
+    def choose(upcoming: UpcomingStep) -> Budget:
+        heard.append(upcoming)
+        return Budget(upcoming.longest)
 
+    policy.choose = choose
     setup = Setup(max_running_requests=8, chunked_prefill_size=20, use_radix_cache=False)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording(mask_parts(MAX_K))))
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy))
     ahead = {"max_new_tokens": 60, "mtp_enabled": True, "temperature": 0.0, "ignore_eos": True}
     harness.submit([1, 2], max_new_tokens=60, temperature=0.0, ignore_eos=True)
     harness.submit([3], mtp_k=3, **ahead)
@@ -93,13 +95,11 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     harness.submit([2] * 40, mtp_k=5, **ahead)  # read in chunks
     while len(heard) < 5:
         harness.step()
-    upcoming = heard[0]
-    plain, static = EmittingRequest(None, 1), EmittingRequest(None, 3, False, 3)
-    adaptive, newcomer = (
-        EmittingRequest(Kind(False, 9), 8, False, 8),
-        EmittingRequest(VERIFIED, 4, True, 0),
+    upcoming, plain, static = heard[0], EmittingRequest(None, 1), EmittingRequest(None, 3, False, 3)
+    adaptive = EmittingRequest(Kind(False, 9), 8, False, 8)
+    assert upcoming.emitting == Counter(
+        [plain, static, adaptive, EmittingRequest(VERIFIED, 4, True, 0)]
     )
-    assert upcoming.emitting == Counter([plain, static, adaptive, newcomer])
     assert (upcoming.prompt_rows, upcoming.longest_prompt, upcoming.prompt_reqs) == (20, 19, 1)
     assert upcoming.kv_tokens >= 2 + 1 + 1 + 1
     assert sorted(upcoming.prompts) == [PromptChunk(0, 1), PromptChunk(0, 19)]
@@ -108,27 +108,21 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     assert heard[-1].emitting[EmittingRequest(None, 5, False, 5)] == 1
 
 
+CHOSEN, HEARD = list[Budget | None](), list[Budget | None]()
+
+
 class Alternating(FixedLength):
     """A policy of a test: k and no look-ahead in turn."""
 
-    made: ClassVar[list[Alternating]] = []
-
     def __init__(self, parts: PolicyParts) -> None:
-        assert parts.steps is None
-        assert parts.options.num_steps == MAX_K - 1
-        super().__init__(parts)
-        self.chosen: list[int] = []
-        self.num_observed = 0
-        self.made.append(self)
+        assert (parts.steps, parts.options.num_steps) == (None, MAX_K - 1)
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        self.chosen.append(1 if len(self.chosen) % 2 else upcoming.longest)
-        return Budget(self.chosen[-1])
+        CHOSEN.append(budget := Budget(1 if len(CHOSEN) % 2 else upcoming.longest))
+        return budget
 
     def observe(self, outcome: StepOutcome) -> None:
-        assert outcome.plan.budget is not None
-        assert outcome.plan.budget.limit in self.chosen
-        self.num_observed += 1
+        HEARD.append(outcome.plan.budget)
 
 
 def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_token(
@@ -147,6 +141,5 @@ def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_tok
         harness = SchedulerHarness(setup, worker)
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
     assert tokens[0] == tokens[1] == tokens[2]
-    (policy,) = Alternating.made
-    assert policy.num_observed == len(policy.chosen) > 2
-    assert set(policy.chosen) == {1, 8}
+    assert HEARD == CHOSEN
+    assert {*CHOSEN} == {Budget(1), Budget(MAX_K)}

@@ -4,18 +4,15 @@ of confirmed paths. The oracle is plain Python over branches."""
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
-from sglang.srt.lookahead.matched_drafts import class_of
-from sglang.srt.speculative.ngram_confidence import (
-    BranchConfidence,
-    OrderedNodes,
-    Trials,
-)
+from sglang.srt.lookahead.matched_drafts import NUM_CLASSES, class_of
+from sglang.srt.speculative import ngram_confidence
+from sglang.srt.speculative.ngram_confidence import BranchConfidence, OrderedNodes, Trials
 from sglang.srt.step.request_rows import confidence_of_scores
 
 NUM_ROWS, PADDING_ROW = 9, 8
@@ -38,11 +35,6 @@ def order_of(
     return confidence.order(torch.tensor(rows), match_lens, places)
 
 
-def node_of(place: int, num_drafts: int) -> Node:
-    """Returns the node at a place, as `OrderedNodes.order` has them."""
-    return place // num_drafts, place % num_drafts
-
-
 def score_of(chances: torch.Tensor, lens: Sequence[int], node: Node) -> float:
     """Returns the score of the path to a node, by chances [2, NUM_CLASSES, D]."""
     branch, last = node
@@ -57,11 +49,11 @@ def random_lens(luck: random.Random, num_branches: int) -> list[int]:
     return [*found[:num_found], *[0] * (num_branches - num_found)]
 
 
-def scramble(trials: Trials) -> None:
-    """Anything may have been learnt."""
+def scramble(trials: Trials, certain: float) -> None:
+    """Anything may have been learnt, beside drafts that were all right."""
     tried = torch.randint(0, 300, trials.tried.shape).float()
-    trials.tried.copy_(tried)
-    trials.right.copy_((tried * torch.rand(tried.shape)).floor())
+    trials.tried.copy_(tried + certain)
+    trials.right.copy_((tried * torch.rand(tried.shape)).floor() + certain)
 
 
 SHAPES = [(1, 1), (4, 4), (7, 3), (11, 10), (63, 6)]  # nodes and branches
@@ -76,19 +68,21 @@ def test_any_first_nodes_are_the_likeliest_tree(
     """Whatever was learnt, and however many branches there are. The oracle takes one node after the
     other, each the likeliest one behind those that it has, and of the corpus as many as may be."""
     luck, confidence = random.Random(num_drafts), confidence_for(num_drafts, corpus_budget)
-    for _ in range(20):
-        scramble(confidence.trials)
+    for number in range(20):
+        scramble(confidence.trials, 0.0 if number else 1e12)  # at first all chances are 1
         rows = luck.sample(range(NUM_ROWS), 5)
         lens = [random_lens(luck, breadth) for _ in rows]
         in_corpus = [[luck.randint(0, 1) * (each > 0) for each in of_row] for of_row in lens]
         found = order_of(confidence, rows, lens, in_corpus)
+        torch.testing.assert_close(confidence_of_scores(found.scores).cumprod(1), found.scores)
         for index, (match_lens, corpus) in enumerate(zip(lens, in_corpus, strict=True)):
             chances = confidence.trials.chances()
             scores = likeliest(match_lens, corpus, chances, num_drafts, corpus_budget)
             check_order(found, index, num_drafts)
             count = int(found.counts[index])
             assert count == len(scores)
-            nodes = [node_of(place, num_drafts) for place in found.order[index, :count].tolist()]
+            nodes = [divmod(place, num_drafts) for place in found.order[index, :count].tolist()]
+            assert number or nodes == sorted(nodes), "equal nodes keep the order of branches"
             assert all(branch == 0 or match_lens[branch] > 0 for branch, _ in nodes)
             num_given = sum(corpus[branch] for branch, _ in nodes)
             assert corpus_budget is None or num_given <= corpus_budget
@@ -130,7 +124,7 @@ def check_order(found: OrderedNodes, index: int, num_drafts: int) -> None:
     order, scores = found.order[index].tolist(), found.scores[index].tolist()
     assert len(set(order)) == len(order) == num_drafts
     assert scores == sorted(scores, reverse=True)
-    nodes = [node_of(place, num_drafts) for place in order]
+    nodes = [divmod(place, num_drafts) for place in order]
     numbers = {node: 1 + rank for rank, node in enumerate(nodes)}
     parents = found.parents[index].tolist()
     for rank, ((branch, depth), parent) in enumerate(zip(nodes, parents, strict=True)):
@@ -138,31 +132,18 @@ def check_order(found: OrderedNodes, index: int, num_drafts: int) -> None:
         assert parent <= rank, "A node stands before the one that it follows."
 
 
-def test_products_of_confidences_are_scores() -> None:
-    scores = order_of(confidence_for(3), [0, 1], [[3, 1], [0, 0]]).scores
-    torch.testing.assert_close(confidence_of_scores(scores).cumprod(1), scores)
-    assert scores[1].tolist() == pytest.approx([0.7, 0.7**2, 0.7**3])
-
-
-def test_equal_nodes_keep_the_order_of_branches() -> None:
-    confidence = confidence_for(6)
-    for counts in (confidence.trials.tried, confidence.trials.right):
-        counts.fill_(1e12)  # all chances are 1, whatever was believed before
-    found = order_of(confidence, [2], [[5, 2, 2]])
-    assert found.order.tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert found.parents.tolist() == [[0, 1, 2, 3, 4, 5]]
-
-
 @pytest.mark.parametrize("corpus_budget", [None, 3])
 @pytest.mark.parametrize(("num_drafts", "breadth"), SHAPES)
 def test_what_is_learnt_is_what_paths_say(
-    num_drafts: int, breadth: int, corpus_budget: int | None
+    num_drafts: int, breadth: int, corpus_budget: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Feeds parts of trees of any number of branches: a node was tried if it was fed and the one
     before it in its branch was right. Requests without drafts, steps that emit nothing and padding
-    teach nothing."""
+    teach nothing. Of more than a window of trials the oldest are forgotten."""
+    monkeypatch.setattr(ngram_confidence, "WINDOW", 20.0)
     luck, confidence = random.Random(num_drafts), confidence_for(num_drafts, corpus_budget)
-    tried, right = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+    tried, right = np.zeros((2, 2, NUM_CLASSES, num_drafts))
+    num_forgotten = 0
     for _ in range(40):
         rows = [*luck.sample(range(PADDING_ROW), 4), PADDING_ROW, PADDING_ROW]
         lens = [random_lens(luck, breadth) for _ in rows]
@@ -174,63 +155,33 @@ def test_what_is_learnt_is_what_paths_say(
         paths = list[list[int]]()
         for index, row in enumerate(rows):
             places = found.order[index].tolist()
-            order = [node_of(place, num_drafts) for place in places][: fed[index]]
+            order = [divmod(place, num_drafts) for place in places][: fed[index]]
             branch, length = luck.randrange(breadth), luck.randint(0, num_drafts)
             path = [node for node in order if node[0] == branch][:length]
             paths.append([0, *(1 + order.index(node) for node in path)])
-            if row == PADDING_ROW:
-                continue
-            for own_branch, place in order:
+            for own_branch, place in order if row != PADDING_ROW else ():
                 cell = min(own_branch, 1), class_of(lens[index][own_branch]), place
-                was_tried = place == 0 or (own_branch, place - 1) in path
-                tried[cell] += was_tried
+                tried[cell] += place == 0 or (own_branch, place - 1) in path
                 right[cell] += (own_branch, place) in path
+        num_forgotten += int((tried > 20).sum())
+        share = 20 / tried.clip(min=20)
+        tried, right = tried * share, right * share
         width = max(map(len, paths))
         padded = [path + [-1] * (width - len(path)) for path in paths]
         pairs = zip(paths, fed, strict=True)  # a step that emits nothing has -1 right drafts
         num_right = torch.tensor([len(path) - 1 if count else -1 for path, count in pairs])
         told = torch.tensor(padded, dtype=torch.int32)
         confidence.learn(torch.tensor(rows), torch.tensor(fed), num_right, told)
-    for each, counts in ((tried, confidence.trials.tried), (right, confidence.trials.right)):
-        kept = {cell: count for cell, count in each.items() if count}
-        assert kept
-        found_counts = {tuple(cell.tolist()): int(counts[tuple(cell)]) for cell in counts.nonzero()}
-        assert found_counts == kept
-
-
-def test_chances_become_those_of_the_text() -> None:
-    """And what was learnt of other text is forgotten. Nodes of a later branch that are likelier
-    than those of the first one stand before them."""
-    num_drafts = 4
-    confidence, luck = confidence_for(num_drafts), random.Random(5)
-    rows, lens = list(range(8)), [[12, 1]] * 8
-    for first, second in ((0.9, 0.05), (0.2, 0.6)):
-        for _ in range(600):
-            order = order_of(confidence, rows, lens).order[0].tolist()
-            paths = []
-            for _ in rows:
-                lot, path = luck.random(), [0]
-                if lot < first:
-                    path.append(1 + order.index(0))
-                    if 1 in order and luck.random() < 0.5:
-                        path.append(1 + order.index(1))
-                elif lot < first + second and num_drafts in order:
-                    path.append(1 + order.index(num_drafts))
-                paths.append(path + [0] * (3 - len(path)) + [len(path) - 1])
-            told = torch.tensor(paths)
-            confidence.learn(torch.tensor(rows), torch.full((8,), 4), told[:, 3], told[:, :3])
-        chances = confidence.trials.chances()
-        learnt = [chances[0, 5, 0], chances[0, 5, 1], chances[1, 1, 0]]
-        assert learnt == pytest.approx([first, 0.5, second], abs=0.08)
-    assert order_of(confidence, rows, lens).order[0, 0] == num_drafts
+    assert num_forgotten
+    assert confidence.trials.tried.numpy() == pytest.approx(tried, rel=1e-5)
+    assert confidence.trials.right.numpy() == pytest.approx(right, rel=1e-5)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 4, 8, 18])
 def test_before_anything_is_known_the_first_branch_is_the_likeliest(length: int) -> None:
     """Compares the nodes at each place in their branches."""
-    num_drafts, breadth = 11, 4
-    found = order_of(confidence_for(num_drafts), [0], [[length] * breadth])
-    order = [node_of(place, num_drafts) for place in found.order[0].tolist()]
+    found = order_of(confidence_for(11), [0], [[length] * 4])
+    order = [divmod(place, 11) for place in found.order[0].tolist()]
     assert order[:3] == [(0, 0), (0, 1), (0, 2)]
-    for branch, place in order:
-        assert order.index((0, place)) <= order.index((branch, place))
+    assert found.scores[0, :3].tolist() == pytest.approx([0.7, 0.7**2, 0.7**3])
+    assert all(order.index((0, place)) <= order.index((branch, place)) for branch, place in order)

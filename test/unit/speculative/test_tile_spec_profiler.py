@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -93,7 +94,7 @@ def ranks_of(rank: int, one_shot: object | None = None) -> Any:
 
 
 def test_of_several_ranks_the_first_one_keeps_prices(
-    tmp_path: Path, model: Path, runners: tuple[Any, Any]
+    tmp_path: Path, runners: tuple[Any, Any]
 ) -> None:
     for rank, num_files in ((1, 0), (0, 2)):
         for runner in runners:
@@ -121,42 +122,44 @@ CHANGES: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "
 CHANGES |= {"poisons_graphs": False, "page_size": 16, "max_running_requests": 9, "num_threads": 3}
 CHANGES |= {f"max_graph_{name}": 7 for name in ("rows", "width")} | {"max_prompt_rows": 70}
 CHANGES |= {"row_width": 99, "max_decode_rows": 3}
+VERSIONS = ("driver_version", "code_digest", "metadata.version")
 
 
-def test_another_setting_model_code_and_way_of_sums_have_prices_of_their_own(
-    tmp_path: Path, model: Path
+def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_its_own(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As `--model-impl`, `--tp-size` and SGLANG_NCCL_SUMS choose."""
+    """As `--model-impl`, `--tp-size` and SGLANG_NCCL_SUMS choose. A head's depend on its target."""
 
-    def start(impl: str = "own", ranks: object = None, **changes: Any) -> list[str]:
-        target, head = runner_of(model, **changes), runner_of(model, 32, **changes)
+    def start(
+        impl: str = "own",
+        ranks: object = None,
+        other: str = "",
+        of_head: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> list[str]:
+        head = runner_of(model, 32, **(changes if of_head is None else of_head))
+        target = runner_of(model, **changes)
         target.config = replace(target.config, model=replace(target.config.model, impl=impl))
         target.ranks = ranks
-        return Start(tmp_path, target, head).measured
+        with ExitStack() as known:
+            for name in VERSIONS:
+                value = "other" if name == other else "this one"
+                known.enter_context(mock.patch(f"{profiler.__name__}.{name}", return_value=value))
+            return Start(tmp_path, target, head).measured
 
-    settings: list[dict[str, Any]] = [{}, {"impl": "transformers"}]
-    settings += [{"ranks": ranks_of(0, object())}, *({key: CHANGES[key]} for key in CHANGES)]
-    found = [start(**each) for each in settings * 2]
-    assert found == [["target", "head"]] * len(settings) + [[]] * len(settings)
-
-
-@pytest.mark.parametrize("name", ["driver_version", "code_digest", "metadata.version"])
-def test_so_has_another_driver_or_kernel(
-    tmp_path: Path, runners: tuple[Any, Any], name: str
-) -> None:
-    Start(tmp_path, *runners)
-    with mock.patch(f"{profiler.__name__}.{name}", return_value="other"):
-        assert Start(tmp_path, *runners).measured == ["target", "head"]
-
-
-def test_a_head_has_prices_for_itself_and_its_target(
-    tmp_path: Path, model: Path, runners: tuple[Any, Any]
-) -> None:
-    Start(tmp_path, *runners)
-    other = runner_of(model, 32)
-    other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
-    assert Start(tmp_path, runners[0], other).measured == ["head"]
-    assert Start(tmp_path, runner_of(model, page_size=16), runners[1]).measured[1:] == ["head"]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"impl": "transformers"},
+        {"ranks": ranks_of(0, object())},
+    ]
+    settings += [{"other": name} for name in VERSIONS]
+    settings += [{key: value} for key, value in CHANGES.items()]
+    both = [start(**each) for each in settings * 2]
+    assert both == [["target", "head"]] * len(settings) + [[]] * len(settings)
+    more_steps = {"draft_steps": {1: (), 2: (), 3: ()}}
+    assert start(of_head=more_steps) == ["head"]
+    assert start(row_width=98, of_head={}) == ["target", "head"]
+    assert not warnings_of(caplog), "files of other settings are no damaged ones"
 
 
 def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
@@ -173,16 +176,12 @@ def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
     return spoil
 
 
-def text(value: bytes) -> Callable[[Path], None]:
-    return lambda file: [file.write_bytes(value)].clear()
+def text(value: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(value)
 
 
 def instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
-    def spoil(file: Path) -> None:
-        file.unlink()
-        make(file)
-
-    return spoil
+    return lambda file: [file.unlink(), make(file)].clear()
 
 
 SPOILED: dict[str, Callable[[Path], object]] = {
@@ -192,9 +191,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "deep": text(b"[" * 200_000),
     "huge": text(b" " * (5 << 20)),
     "foreign": entry(["measured_with", "model"], "another"),
-    "beyond all numbers": lambda file: file.write_text(
-        file.read_text().replace('"spread": 0.01', '"spread": 1e999')
-    ),
+    "beyond all numbers": lambda file: text(file.read_bytes().replace(b": 0.01", b": 1e999"))(file),
     "negative": entry(["spread"], -1),
     "free rows": entry(["eager"], {"sizes": [1], "costs_ms": [0.0]}),
     "no sizes": entry(["eager"], {"sizes": [], "costs_ms": []}),
@@ -203,8 +200,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a size without a time": entry(["head", "sizes"], [1, 2, 3, 4]),
     "graphs lack": entry(["graphs_ms"], []),
     "one graph twice": lambda file: entry(
-        ["graphs_ms", 0],
-        json.loads(file.read_text())["graphs_ms"][1],
+        ["graphs_ms", 0], json.loads(file.read_text())["graphs_ms"][1]
     )(file),
     "more entries": entry(["more"], 1),
     "a pipe": instead(os.mkfifo),
@@ -242,17 +238,13 @@ def test_a_file_that_cannot_be_read_is_measured_again_with_a_warning(
         assert Start(tmp_path, *runners).measured == ["target", "head"]
     assert len(warnings_of(caplog)) == 2
     assert all("Input/output error; measured again" in each for each in warnings_of(caplog))
-    assert Start(tmp_path, *runners).measured == []
 
 
-def test_the_code_that_is_timed_has_the_kernels_and_their_cuda_sources() -> None:
-    names = {path.name for folder in profiler.timed_folders() for path in folder.rglob("*")}
+def test_a_changed_kernel_changes_the_digest_of_code_which_has_cuda_sources(tmp_path: Path) -> None:
+    folders, digests = profiler.timed_folders(), []
+    names = {path.name for folder in folders for path in folder.rglob("*")}
     assert {"model_runner.py", "llama.py"} <= names
     assert {"argmax_logprob.py", "argmax_logprob.cu", "argmax_logprob.cuh"} <= names
-
-
-def test_a_changed_kernel_changes_the_digest_of_code(tmp_path: Path) -> None:
-    digests = []
     for text in ("one", "two"):
         (tmp_path / "kernel.cu").write_text(text)
         profiler.code_digest.cache_clear()
@@ -262,30 +254,33 @@ def test_a_changed_kernel_changes_the_digest_of_code(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
+NOT_KEPT: dict[str, Callable[[Path], Path]] = {
+    "a part of a file": lambda cache: [cache.write_text(""), cache / "below"][1],
+    "no path": lambda cache: cache / "\0",
+    "a folder": lambda cache: cache,
+    "full": lambda cache: cache,
+    "read only": lambda cache: cache,
+}
 ERRORS = {
     "full": OSError(28, "No space left on device"),
     "read only": PermissionError(30, "Read-only file system"),
 }
 
 
-@pytest.mark.parametrize("name", [*ERRORS, "a part of a file", "a folder", "no path"])
+@pytest.mark.parametrize("name", NOT_KEPT)
 def test_where_nothing_can_be_kept_a_warning_says_so(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    cache = tmp_path / "cache"
-    if name in ERRORS:
-        with mock.patch.object(profiler.os, "replace", side_effect=ERRORS[name]):
-            start = Start(cache, *runners)
-        assert not [*cache.rglob(".*")], "A part of a file was left."
-    elif name == "a folder":
+    cache = NOT_KEPT[name](tmp_path / "cache")
+    if name == "a folder":
         Start(cache, *runners)
         for file in [*cache.iterdir()]:
-            file.unlink()
-            file.mkdir()
-        start = Start(cache, *runners)
-    else:
-        cache.write_text("")
-        start = Start(cache / "below" if name == "a part of a file" else cache / "\0", *runners)
-    assert start.measured == ["target", "head"]
+            instead(Path.mkdir)(file)
+    replace_file = mock.patch.object(
+        profiler.os, "replace", side_effect=ERRORS.get(name, os.replace)
+    )
+    with replace_file:
+        assert Start(cache, *runners).measured == ["target", "head"]
+    assert not [*tmp_path.rglob(".*")], "A part of a file was left."
     assert len(warnings_of(caplog)) == 2
     assert all("so each start measures them" in each for each in warnings_of(caplog))
