@@ -12,10 +12,12 @@ many drafts, and the device divides them among the requests by the scores of the
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,24 +59,33 @@ class Calibration:
         # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
         self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
         self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-        self._chances: Floats | None = None  # of the centres; None: to be computed
-        self._num_told = 0
+        self._chances: Floats | None = None  # of the centres
 
-    def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
+    def observe(
+        self, scores: ArrayLike, confirmed: ArrayLike, steps: NDArray[np.int64] | None = None
+    ) -> None:
         """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
-        were confirmed, and all before them."""
+        were confirmed, and all before them; of several steps, which are counted one after the
+        other, [n] the number of each draft's, from 0 on."""
         told = np.asarray(scores, np.float64)
         if told.size == 0:
             return
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        bins[np.asarray(confirmed, np.bool_)] += NUM_BINS
-        found = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
-        found[0] += found[1]
-        self._counts += found
-        self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
-        if self._num_told % TOLD_ANEW == 0:
-            self._chances = None
-        self._num_told += 1
+        bins += NUM_BINS * np.asarray(confirmed, np.bool_)
+        if steps is not None:
+            bins += 2 * NUM_BINS * steps
+        size = 2 * NUM_BINS * (1 if steps is None else 1 + steps.max())
+        found = np.bincount(bins, minlength=size).reshape(-1, 2, NUM_BINS)
+        found[:, 0] += found[:, 1]
+        for of_step in found:
+            self._counts += of_step
+            self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
+        self._chances = None
+
+    @property
+    def is_known(self) -> bool:
+        """Tells whether chances were computed since drafts were heard of last."""
+        return self._chances is not None
 
     @property
     def chances(self) -> Floats:
@@ -96,6 +107,12 @@ def bounded_scores(values: ArrayLike) -> Floats:
     return np.fmin(found, 1.0)
 
 
+def cumulated(confidences: NDArray[np.float32]) -> Floats:
+    """Returns [R, S] scores of chains of drafts from their probabilities if those before them are
+    right."""
+    return bounded_scores(confidences).cumprod(axis=1)
+
+
 def isotonic(values: Floats, weights: Floats) -> Floats:
     """[n]; the values that never fall and are closest to these, by weighted squares: neighbours
     that fall are pooled (pool adjacent violators)."""
@@ -110,14 +127,14 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
     return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class LatencyTable:
     """Milliseconds of rounds by the bucket of rows that they are padded to."""
 
     rows: tuple[int, ...]  # ascending; room of each bucket, of the last one for all drafts
     costs_ms: tuple[float, ...]  # of each, above 0; a larger bucket may be the cheaper one
 
-    @property
+    @cached_property
     def most_gain(self) -> float:
         """Share that leaving drafts out could gain at most, were they worth nothing."""
         return self.costs_ms[-1] / min(self.costs_ms) - 1.0
@@ -205,12 +222,17 @@ class TileSpec:
             self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._calibration = Calibration()
+        # Of steps that it has not heard of: what was said of drafts, how many were fed, tokens
+        # accepted, and paths.
+        self._untold = list[tuple[Any, Sequence[int], Sequence[int], Sequence[Sequence[int]]]]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         # Of the centres of bins, and of these scores, ascending, by the longest chain.
         self._chances = dict[int, tuple[Floats, Floats]]()
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
+        self._cuts = dict[tuple[LatencyTable, int, int], tuple[int, float]]()
         self._lots = random.Random(0)
-        self._num_read = self._num_scored = 0  # steps, and those of them with drafts
+        # Steps that were read, those of them with scores, and of these those that fed drafts.
+        self._num_read = self._num_scored = self._num_told = 0
         # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
         # they were looked at last.
         self._known = dict[tuple[int, int, int, int], LatencyTable]()
@@ -288,21 +310,31 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        right = self._expected(max(num_drafts), most)
-        return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
+        return self._best(table, num_decodes, max(num_drafts), most)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
         `num_drafts`, by those of rounds that verify all; beside these rows of prompts alone."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
+        num_reqs, num_plain = case.num_reqs, case.num_plain
+        key = num_reqs, num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            count = (case.num_reqs - case.num_plain) * num_drafts
-            right = self._expected(num_drafts, count)
             table = self._table(case, num_drafts, prompt_rows)
-            self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
+            count = (num_reqs - num_plain) * num_drafts
+            self._gains[key] = self._best(table, num_reqs, num_drafts, count)[1]
         return self._gains[key]
+
+    def _best(
+        self, table: LatencyTable, num_reqs: int, longest: int, count: int
+    ) -> tuple[int, float]:
+        """Returns `best_cut` of `count` drafts, of chains of `longest`, by the scores that were
+        read; `table` is of so many requests."""
+        key = table, longest, count
+        if key not in self._cuts:
+            right = self._expected(longest, count)
+            self._cuts[key] = best_cut(right, num_reqs, table, LEAST_GAIN)
+        return self._cuts[key]
 
     @property
     def spread(self) -> float:
@@ -322,10 +354,10 @@ class TileSpec:
         key = longest, count
         if key not in self._right:
             curve, chances = self._chances.get(longest, (None, None))
-            if chances is None or curve is not self._calibration.chances:
+            if chances is None or curve is not self._learnt.chances:
                 assert self._scores is not None, "They were read."
                 scores = ordered_scores(self._scores, longest)
-                curve, chances = self._calibration.chances, self._calibration.predict(scores)
+                curve, chances = self._learnt.chances, self._learnt.predict(scores)
                 self._chances[longest] = curve, chances
             self._right[key] = expected_right(resampled(chances, count))
         return self._right[key]
@@ -340,47 +372,73 @@ class TileSpec:
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
             self._gains.clear()
-        num_drafts, fed = record.plan.num_drafts, result.num_drafts
-        accepted = [count or 1 for count in result.accept_lens]
+            self._cuts.clear()
+        num_drafts, fed, taken = record.plan.num_drafts, result.num_drafts, result.accept_lens
+        accepted = [count or 1 for count in taken]
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
-        chains = record.scores.read()[0].numpy().take(record.rows, 0)[:, : max(num_drafts)]
-        told = bounded_scores(chains).cumprod(axis=1)
+        scores = record.scores.read()[0].numpy().take(record.rows, 0)
         if fed and not self._has_trees:
-            self._continue(accepted, fed, num_drafts, told)
-        num_fed, num_taken = np.array(fed or num_drafts), np.array(result.accept_lens)
-        paths: Sequence[Sequence[int]] = result.paths
-        if 0 in num_drafts:
-            drafting = np.flatnonzero(num_drafts)
-            told, num_fed, num_taken = told[drafting], num_fed[drafting], num_taken[drafting]
-            paths = [path for path, count in zip(paths, num_drafts, strict=False) if count]
-        numbers = np.arange(1, 1 + told.shape[1])
-        if self._has_trees:
-            confirmed = confirmed_nodes(np.array(paths), num_taken - 1, told.shape[1])
-        else:
-            confirmed = numbers < num_taken[:, None]
-        was_fed = numbers <= num_fed[:, None]
-        self._calibration.observe(told[was_fed], confirmed[was_fed])
+            self._continue(accepted, fed, num_drafts, scores[:, : max(num_drafts)])
+        fed = fed or num_drafts
+        if any(fed):
+            self._untold.append((scores, fed, taken, result.paths))
+            if self._num_told % TOLD_ANEW == 0:
+                self._learn()
+            self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
-            self._scores = told
+            drafting = [*itertools.compress(range(len(num_drafts)), num_drafts)]
+            self._scores = cumulated(scores.take(drafting, 0)[:, : max(num_drafts)])
             self._chances.clear()
             self._right.clear()
+            self._cuts.clear()
         self._num_scored += 1
         return accepted
 
+    @property
+    def _learnt(self) -> Calibration:
+        """The calibration, which hears of all that was read before it computes chances anew."""
+        if not self._calibration.is_known and self._untold:
+            self._learn()
+        return self._calibration
+
+    def _learn(self) -> None:
+        """Tells the calibration of the drafts that the last steps verified."""
+        untold, self._untold = self._untold, []
+        scores, counts, lens, paths = zip(*untold, strict=True)
+        fed, taken = (
+            np.fromiter(itertools.chain.from_iterable(each), np.int64)[:, None]
+            for each in (counts, lens)
+        )
+        numbers = np.arange(1, 1 + fed.max())
+        told = cumulated(np.concatenate(scores)[:, : len(numbers)])
+        if self._has_trees:
+            pairs = zip(paths, lens, strict=True)
+            nodes = [confirmed_nodes(np.array(p), np.array(n) - 1, len(numbers)) for p, n in pairs]
+            confirmed = np.concatenate(nodes)
+        else:
+            confirmed = numbers < taken
+        was_fed = numbers <= fed
+        steps = np.arange(len(untold)).repeat([*map(sum, counts)])
+        self._calibration.observe(told[was_fed], confirmed[was_fed], steps)
+
     def _continue(
-        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Floats
+        self,
+        accepted: list[int],
+        fed: Sequence[int],
+        num_drafts: Sequence[int],
+        scores: NDArray[np.float32],
     ) -> None:
         """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
-        numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
-        cut = [index for index, (taken, n, most) in numbers if taken == n + 1 <= most]
-        told, draw = scores[cut], self._lots.random
-        chains = zip(cut, self._calibration.predict(told).tolist(), told.tolist(), strict=True)
-        for index, chain, there in chains:
-            left = slice(fed[index], num_drafts[index])
-            before = chain[left.start - 1] if left.start else 1.0
-            for chance, score in zip(chain[left], there[left], strict=True):
-                if not score or draw() * before >= chance:  # after 0 there are no drafts
+        curve, draw = self._learnt, self._lots.random
+        cut = [index for index, n in enumerate(fed) if accepted[index] > n < num_drafts[index]]
+        told = cumulated(scores.take(cut, 0))
+        chances = curve.predict(told) * (told > 0.0)  # after a score of 0 there are no drafts
+        for index, chain in zip(cut, chances.tolist(), strict=True):
+            place, most = fed[index], num_drafts[index]
+            before = chain[place - 1] if place else 1.0
+            for chance in chain[place:most]:
+                if not chance or draw() * before >= chance:
                     break
                 before = chance
                 accepted[index] += 1
@@ -413,4 +471,5 @@ def resampled(ordered: Floats, count: int) -> Floats:
     """Returns `count` ascending numbers, 1 at least, that are distributed as the ordered ones."""
     if count == ordered.size:
         return ordered
-    return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
+    places = np.arange(0.5, count) * (ordered.size / count)
+    return ordered.take(places.astype(np.int64))
