@@ -12,12 +12,11 @@ many drafts, and the device divides them among the requests by the scores of the
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from itertools import chain, compress, zip_longest
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +30,7 @@ from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 Floats = NDArray[np.float64]
+Scores = NDArray[np.float32]  # see `Confidence.drafts`
 
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
@@ -58,8 +58,8 @@ class Calibration:
     def __init__(self) -> None:
         # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
         self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
-        self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-        self._chances: Floats | None = None  # of the centres
+        self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+        self.is_stale = True  # drafts were heard of since chances were computed
 
     def observe(
         self, scores: ArrayLike, confirmed: ArrayLike, steps: NDArray[np.int64] | None = None
@@ -80,25 +80,20 @@ class Calibration:
         for of_step in found:
             self._counts += of_step
             self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
-        self._chances = None
+        self.is_stale = True
 
-    @property
-    def is_known(self) -> bool:
-        """Tells whether chances were computed since drafts were heard of last."""
-        return self._chances is not None
-
-    @property
-    def chances(self) -> Floats:
-        """Those of the centres of bins; another array once they were computed anew."""
-        if self._chances is None:
+    def update(self) -> None:
+        """Computes chances anew, if drafts were heard of since they were computed."""
+        if self.is_stale:
             weights = self._tried + PRIOR_TRIALS
             shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
             self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
-        return self._chances
+            self.is_stale = False
 
     def predict(self, scores: ArrayLike) -> Floats:
         """Chances of the same shape; between the centres of bins they are interpolated."""
-        return np.interp(np.asarray(scores, np.float64), self._centres, self.chances)
+        self.update()
+        return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
@@ -107,10 +102,9 @@ def bounded_scores(values: ArrayLike) -> Floats:
     return np.fmin(found, 1.0)
 
 
-def cumulated(confidences: NDArray[np.float32]) -> Floats:
-    """Returns [R, S] scores of chains of drafts from their probabilities if those before them are
-    right."""
-    return bounded_scores(confidences).cumprod(axis=1)
+def cumulated(scores: Scores) -> Floats:
+    """[R, S]; of each draft of R chains the product of what is said of it and of all before it."""
+    return bounded_scores(scores).cumprod(axis=1)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:
@@ -127,14 +121,14 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
     return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class LatencyTable:
     """Milliseconds of rounds by the bucket of rows that they are padded to."""
 
     rows: tuple[int, ...]  # ascending; room of each bucket, of the last one for all drafts
     costs_ms: tuple[float, ...]  # of each, above 0; a larger bucket may be the cheaper one
 
-    @cached_property
+    @property
     def most_gain(self) -> float:
         """Share that leaving drafts out could gain at most, were they worth nothing."""
         return self.costs_ms[-1] / min(self.costs_ms) - 1.0
@@ -224,12 +218,10 @@ class TileSpec:
         self._calibration = Calibration()
         # Of steps that it has not heard of: what was said of drafts, how many were fed, tokens
         # accepted, and paths.
-        self._untold = list[tuple[Any, Sequence[int], Sequence[int], Sequence[Sequence[int]]]]()
+        self._untold = list[tuple[Scores, Sequence[int], list[int], list[list[int]]]]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        # Of the centres of bins, and of these scores, ascending, by the longest chain.
-        self._chances = dict[int, tuple[Floats, Floats]]()
+        self._chances = dict[int, Floats]()  # by these scores, ascending, by the longest chain
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
-        self._cuts = dict[tuple[LatencyTable, int, int], tuple[int, float]]()
         self._lots = random.Random(0)
         # Steps that were read, those of them with scores, and of these those that fed drafts.
         self._num_read = self._num_scored = self._num_told = 0
@@ -262,8 +254,7 @@ class TileSpec:
             num_cut = num_rows - self._room(*whole, num_rows - num_cut)
         if num_cut > 0:
             size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
-            numbers = counts.q_lens, counts.num_read, counts.num_predicted
-            counts = StepCounts(*numbers, counts.emits_only_confirmed, packed=size)
+            counts = replace(counts, packed=size)
         return counts, True
 
     def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
@@ -310,7 +301,8 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        return self._best(table, num_decodes, max(num_drafts), most)[0]
+        right = self._expected(max(num_drafts), most)
+        return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
@@ -320,21 +312,10 @@ class TileSpec:
         num_reqs, num_plain = case.num_reqs, case.num_plain
         key = num_reqs, num_plain, num_drafts, prompt_rows
         if key not in self._gains:
+            right = self._expected(num_drafts, (num_reqs - num_plain) * num_drafts)
             table = self._table(case, num_drafts, prompt_rows)
-            count = (num_reqs - num_plain) * num_drafts
-            self._gains[key] = self._best(table, num_reqs, num_drafts, count)[1]
+            self._gains[key] = best_cut(right, num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
-
-    def _best(
-        self, table: LatencyTable, num_reqs: int, longest: int, count: int
-    ) -> tuple[int, float]:
-        """Returns `best_cut` of `count` drafts, of chains of `longest`, by the scores that were
-        read; `table` is of so many requests."""
-        key = table, longest, count
-        if key not in self._cuts:
-            right = self._expected(longest, count)
-            self._cuts[key] = best_cut(right, num_reqs, table, LEAST_GAIN)
-        return self._cuts[key]
 
     @property
     def spread(self) -> float:
@@ -353,13 +334,13 @@ class TileSpec:
         """See `expected_right`; of `count` drafts, of chains of `longest`."""
         key = longest, count
         if key not in self._right:
-            curve, chances = self._chances.get(longest, (None, None))
-            if chances is None or curve is not self._learnt.chances:
+            if longest not in self._chances:
                 assert self._scores is not None, "They were read."
+                if self._untold and self._calibration.is_stale:
+                    self._learn()
                 scores = ordered_scores(self._scores, longest)
-                curve, chances = self._learnt.chances, self._learnt.predict(scores)
-                self._chances[longest] = curve, chances
-            self._right[key] = expected_right(resampled(chances, count))
+                self._chances[longest] = self._calibration.predict(scores)
+            self._right[key] = expected_right(resampled(self._chances[longest], count))
         return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
@@ -372,87 +353,62 @@ class TileSpec:
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
             self._gains.clear()
-            self._cuts.clear()
-        num_drafts, fed, taken = record.plan.num_drafts, result.num_drafts, result.accept_lens
+        num_drafts, taken = record.plan.num_drafts, result.accept_lens
         accepted = [count or 1 for count in taken]
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
         scores = record.scores.read()[0].numpy().take(record.rows, 0)
-        if fed and not self._has_trees:
-            self._continue(accepted, fed, num_drafts, scores[:, : max(num_drafts)])
-        fed = fed or num_drafts
-        if any(fed):
+        if result.num_drafts and not self._has_trees:
+            self._calibration.update()  # before it hears of more
+            self._continue(accepted, result.num_drafts, num_drafts, scores[:, : max(num_drafts)])
+        if any(fed := result.num_drafts or num_drafts):
             self._untold.append((scores, fed, taken, result.paths))
             if self._num_told % TOLD_ANEW == 0:
                 self._learn()
             self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
-            drafting = [*itertools.compress(range(len(num_drafts)), num_drafts)]
+            drafting = [*compress(range(len(num_drafts)), num_drafts)]
             self._scores = cumulated(scores.take(drafting, 0)[:, : max(num_drafts)])
             self._chances.clear()
             self._right.clear()
-            self._cuts.clear()
         self._num_scored += 1
         return accepted
 
-    @property
-    def _learnt(self) -> Calibration:
-        """The calibration, which hears of all that was read before it computes chances anew."""
-        if not self._calibration.is_known and self._untold:
-            self._learn()
-        return self._calibration
-
     def _learn(self) -> None:
-        """Tells the calibration of the drafts that the last steps verified."""
+        """Tells the calibration which drafts were right in the steps that it has not heard of."""
         untold, self._untold = self._untold, []
-        scores, counts, lens, paths = zip(*untold, strict=True)
-        fed, taken = (
-            np.fromiter(itertools.chain.from_iterable(each), np.int64)[:, None]
-            for each in (counts, lens)
-        )
-        numbers = np.arange(1, 1 + fed.max())
-        told = cumulated(np.concatenate(scores)[:, : len(numbers)])
-        if self._has_trees:
-            pairs = zip(paths, lens, strict=True)
-            nodes = [confirmed_nodes(np.array(p), np.array(n) - 1, len(numbers)) for p, n in pairs]
-            confirmed = np.concatenate(nodes)
-        else:
-            confirmed = numbers < taken
-        was_fed = numbers <= fed
-        steps = np.arange(len(untold)).repeat([*map(sum, counts)])
+        self._chances.clear()
+        scores, *numbers, paths = zip(*untold, strict=True)
+        fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
+        places = np.arange(1, 1 + fed.max())
+        told, was_fed = cumulated(np.concatenate(scores)[:, : len(places)]), places <= fed
+        confirmed = places < taken
+        if self._has_trees:  # draft j is node j + 1
+            nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
+            on_path = np.where(np.arange(nodes.shape[1]) < taken, nodes, 0)
+            is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)
+            np.put_along_axis(is_right, on_path, True, axis=1)
+            confirmed = is_right[:, 1:]
+        steps = np.arange(len(untold)).repeat([sum(counts) for _, counts, _, _ in untold])
         self._calibration.observe(told[was_fed], confirmed[was_fed], steps)
 
     def _continue(
-        self,
-        accepted: list[int],
-        fed: Sequence[int],
-        num_drafts: Sequence[int],
-        scores: NDArray[np.float32],
+        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Scores
     ) -> None:
         """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
-        curve, draw = self._learnt, self._lots.random
         cut = [index for index, n in enumerate(fed) if accepted[index] > n < num_drafts[index]]
-        told = cumulated(scores.take(cut, 0))
-        chances = curve.predict(told) * (told > 0.0)  # after a score of 0 there are no drafts
-        for index, chain in zip(cut, chances.tolist(), strict=True):
-            place, most = fed[index], num_drafts[index]
-            before = chain[place - 1] if place else 1.0
-            for chance in chain[place:most]:
+        if not cut:
+            return
+        told, draw = cumulated(scores.take(cut, 0)), self._lots.random
+        chances = self._calibration.predict(told) * (told > 0)  # of a score of 0 there is no draft
+        for index, of_chain in zip(cut, chances.tolist(), strict=True):
+            start = fed[index]
+            before = of_chain[start - 1] if start else 1.0
+            for chance in of_chain[start : num_drafts[index]]:
                 if not chance or draw() * before >= chance:
                     break
                 before = chance
                 accepted[index] += 1
-
-
-def confirmed_nodes(
-    paths: NDArray[np.int64], num_confirmed: NDArray[np.int64], num_drafts: int
-) -> NDArray[np.bool_]:
-    """Returns [D, num_drafts]: which drafts of D trees are on their paths [D, M] of nodes from the
-    root, 0, on, of which `num_confirmed` [D] drafts count; draft j is node j + 1."""
-    is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
-    nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
-    nodes[np.arange(len(paths))[:, None], np.where(is_on_path, paths, 0)] = True
-    return nodes[:, 1:]
 
 
 def ordered_scores(scores: Floats, longest: int) -> Floats:
