@@ -51,8 +51,8 @@ class Calibration:
     monotone (isotonic regression). Old trials are forgotten as new ones come, in each bin apart, so
     that rare scores keep what they have.
 
-    Only drafts that were verified may be told. Which ones those are must follow from their scores
-    alone: then the shares are right whichever were left out.
+    Only drafts that were verified may be told, and their scores alone must decide which those are:
+    then the shares are right whichever were left out.
     """
 
     def __init__(self) -> None:
@@ -61,23 +61,18 @@ class Calibration:
         self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self.is_stale = True  # drafts were heard of since chances were computed
 
-    def observe(
-        self, scores: ArrayLike, confirmed: ArrayLike, steps: NDArray[np.int64] | None = None
-    ) -> None:
-        """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
-        were confirmed, and all before them; of several steps, which are counted one after the
-        other, [n] the number of each draft's, from 0 on."""
-        told = np.asarray(scores, np.float64)
+    def observe(self, scores: ArrayLike, confirmed: ArrayLike, steps: ArrayLike = 0) -> None:
+        """Hears of drafts that were verified: [n] scores from 0 to 1, [n] bool, which of them were
+        confirmed, and all before them, and [n] numbers from 0 on of their steps, which are counted
+        one after the other."""
+        told, numbers = np.asarray(scores, np.float64), np.asarray(steps, np.int64)
         if told.size == 0:
             return
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        bins += NUM_BINS * np.asarray(confirmed, np.bool_)
-        if steps is not None:
-            bins += 2 * NUM_BINS * steps
-        size = 2 * NUM_BINS * (1 if steps is None else 1 + steps.max())
-        found = np.bincount(bins, minlength=size).reshape(-1, 2, NUM_BINS)
-        found[:, 0] += found[:, 1]
-        for of_step in found:
+        bins += NUM_BINS * (2 * numbers + np.asarray(confirmed, np.bool_))
+        found = np.bincount(bins, minlength=2 * NUM_BINS * (1 + numbers.max()))
+        for of_step in found.reshape(-1, 2, NUM_BINS):
+            of_step[0] += of_step[1]
             self._counts += of_step
             self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
         self.is_stale = True
@@ -97,14 +92,8 @@ class Calibration:
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
-    """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
-    found: Floats = np.fmax(values, 0.0, dtype=np.float64)
-    return np.fmin(found, 1.0)
-
-
-def cumulated(scores: Scores) -> Floats:
-    """[R, S]; of each draft of R chains the product of what is said of it and of all before it."""
-    return bounded_scores(scores).cumprod(axis=1)
+    """The same shape, from 0 to 1: what is no number is 0, as it is on the device."""
+    return np.fmin(np.fmax(values, 0.0, dtype=np.float64), 1.0)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:
@@ -189,10 +178,10 @@ class TileSpec:
     those of a step that it read lately, and turns scores into chances by how often drafts of such
     scores were confirmed (`Calibration`); of a tree, those on the confirmed path were.
 
-    It gives the prices of rounds that it cuts (`RoundPrices`), for policies that choose how many
-    drafts there are. A policy divides the tokens of a whole round by its price. A cut round gives
-    fewer tokens in less time, so its price is that of the whole round divided by what cutting gains
-    in tokens per millisecond.
+    It gives prices of rounds (`RoundPrices`) to policies that choose how many drafts there are.
+    These divide the tokens of a whole round by its price. A cut round gives fewer tokens in less
+    time, so its price is that of the whole round, divided by what cutting gains in tokens per
+    millisecond.
 
     Args:
         rounds: what whole rounds cost.
@@ -216,8 +205,7 @@ class TileSpec:
             self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._calibration = Calibration()
-        # Of steps that it has not heard of: what was said of drafts, how many were fed, tokens
-        # accepted, and paths.
+        # Steps that it has not heard of: what was said of drafts, drafts fed, tokens taken, paths.
         self._untold = list[tuple[Scores, Sequence[int], list[int], list[list[int]]]]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         self._chances = dict[int, Floats]()  # by these scores, ascending, by the longest chain
@@ -247,14 +235,13 @@ class TileSpec:
             return counts, False
         if is_probe:
             return counts, True
-        num_rows = counts.num_rows
         num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
-        if num_cut:  # as far as padding would not take the rows
-            whole = len(counts.q_lens), max(counts.q_lens)
-            num_cut = num_rows - self._room(*whole, num_rows - num_cut)
-        if num_cut > 0:
-            size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
-            counts = replace(counts, packed=size)
+        num_rows = room = counts.num_rows
+        if num_cut:
+            room = self._room(len(counts.q_lens), max(counts.q_lens), num_rows - num_cut)
+        if room < num_rows:  # else padding would take the rows
+            num_reads = counts.num_reads - (num_rows - room)
+            counts = replace(counts, packed=PackedSize(room, num_reads))
         return counts, True
 
     def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
@@ -284,10 +271,9 @@ class TileSpec:
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})
         rows = (*(room for room in rooms if room < most), most)
-        prices = [*[self._packed] * (len(rows) - 1), self._rounds]
-        pairs = zip(prices, rows, strict=True)
         beside = prompt_rows, num_plain
-        return rows, [each.cost(num_reqs, num_drafts, room, *beside) for each, room in pairs]
+        costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
+        return rows, [*costs, self._rounds.cost(num_reqs, num_drafts, most, *beside)]
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -309,12 +295,11 @@ class TileSpec:
         `num_drafts`, by those of rounds that verify all; beside these rows of prompts alone."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        num_reqs, num_plain = case.num_reqs, case.num_plain
-        key = num_reqs, num_plain, num_drafts, prompt_rows
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            right = self._expected(num_drafts, (num_reqs - num_plain) * num_drafts)
+            right = self._expected(num_drafts, (case.num_reqs - case.num_plain) * num_drafts)
             table = self._table(case, num_drafts, prompt_rows)
-            self._gains[key] = best_cut(right, num_reqs, table, LEAST_GAIN)[1]
+            self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
 
     @property
@@ -368,7 +353,8 @@ class TileSpec:
             self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
             drafting = [*compress(range(len(num_drafts)), num_drafts)]
-            self._scores = cumulated(scores.take(drafting, 0)[:, : max(num_drafts)])
+            chains = scores.take(drafting, 0)[:, : max(num_drafts)]
+            self._scores = bounded_scores(chains).cumprod(axis=1)
             self._chances.clear()
             self._right.clear()
         self._num_scored += 1
@@ -381,8 +367,8 @@ class TileSpec:
         scores, *numbers, paths = zip(*untold, strict=True)
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
-        told, was_fed = cumulated(np.concatenate(scores)[:, : len(places)]), places <= fed
-        confirmed = places < taken
+        told = bounded_scores(np.concatenate(scores)[:, : len(places)]).cumprod(axis=1)
+        was_fed, confirmed = places <= fed, places < taken
         if self._has_trees:  # draft j is node j + 1
             nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
             on_path = np.where(np.arange(nodes.shape[1]) < taken, nodes, 0)
@@ -399,7 +385,7 @@ class TileSpec:
         cut = [index for index, n in enumerate(fed) if accepted[index] > n < num_drafts[index]]
         if not cut:
             return
-        told, draw = cumulated(scores.take(cut, 0)), self._lots.random
+        told, draw = bounded_scores(scores.take(cut, 0)).cumprod(axis=1), self._lots.random
         chances = self._calibration.predict(told) * (told > 0)  # of a score of 0 there is no draft
         for index, of_chain in zip(cut, chances.tolist(), strict=True):
             start = fed[index]

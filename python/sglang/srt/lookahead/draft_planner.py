@@ -41,8 +41,7 @@ class LeftOutRows:
 
     def lacks_tokens(self, rows: Sequence[int]) -> bool:
         """Tells whether tokens of a request were left out since it got its row."""
-        missing = self._behind, self._lacking
-        return any(found and not found.isdisjoint(rows) for found in missing)
+        return any(each and not each.isdisjoint(rows) for each in (self._behind, self._lacking))
 
     def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
@@ -83,9 +82,6 @@ class DraftPlanner(Planner):
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
-        k = 1 + options.num_steps
-        self._new = EmittingRequest(KINDS[0], k, pending=0)
-        self._old = [EmittingRequest(kind, k) for kind in KINDS]
         self._limits = dict[int, int]()  # of rows whose requests take fewer drafts than others
         self._num_pending_drafts = dict[int, int]()  # by row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
@@ -161,9 +157,10 @@ class DraftPlanner(Planner):
         matches = {0: len(old)}
         if self.policy.reads_matches:
             matches = Counter([class_of(match_lens[row]) for row in old])
+        k = 1 + self._options.num_steps
         wishes = [
-            (self._new, len(new)),
-            *[(self._old[match], count) for match, count in matches.items()],
+            (EmittingRequest(KINDS[0], k, pending=0), len(new)),
+            *[(EmittingRequest(KINDS[match], k), count) for match, count in matches.items()],
             (PLAIN, len(groups[1]) - len(old)),
             (PLAIN_NEW, len(groups[0]) - len(new)),
         ]
