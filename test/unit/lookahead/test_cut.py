@@ -157,6 +157,22 @@ def test_a_score_is_its_own_chance_at_first_and_old_trials_are_forgotten() -> No
     assert np.abs(calibration.predict(scores) - CURVES["too humble"](scores)).mean() < 0.03
 
 
+def test_steps_that_are_told_at_once_are_counted_one_after_the_other() -> None:
+    """So many drafts of a bin that the first steps are forgotten; the last step has few of them."""
+    rng, apart, at_once = np.random.default_rng(4), Calibration(), Calibration()
+    sizes = (400, 700, 500, 3)
+    drawn = [draw(rng, CURVES["line"], size) for size in sizes]
+    for scores, confirmed in drawn:
+        apart.observe(0.1 * scores, confirmed)
+    scores, confirmed = (np.concatenate(each) for each in zip(*drawn, strict=True))
+    at_once.observe(0.1 * scores, confirmed, np.arange(len(sizes)).repeat(sizes))
+    grid = np.linspace(0, 1, 101)
+    assert at_once.predict(grid).tolist() == apart.predict(grid).tolist()
+    as_one = Calibration()
+    as_one.observe(0.1 * scores, confirmed)
+    assert as_one.predict(grid).tolist() != apart.predict(grid).tolist()
+
+
 def test_pooling_gives_the_closest_values_that_never_fall() -> None:
     """No other such values on a grid are closer."""
     chooser = random.Random(3)

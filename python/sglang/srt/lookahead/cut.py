@@ -16,6 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain, compress, zip_longest
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +30,7 @@ from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 Floats = NDArray[np.float64]
+Scores = NDArray[np.float32]  # see `Confidence.drafts`
 
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
@@ -49,51 +51,49 @@ class Calibration:
     monotone (isotonic regression). Old trials are forgotten as new ones come, in each bin apart, so
     that rare scores keep what they have.
 
-    Only drafts that were verified may be told. Which ones those are must follow from their scores
-    alone: then the shares are right whichever were left out.
+    Only drafts that were verified may be told, and their scores alone must decide which those are:
+    then the shares are right whichever were left out.
     """
 
     def __init__(self) -> None:
         # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
         self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
-        self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-        self._chances: Floats | None = None  # of the centres; None: to be computed
-        self._num_told = 0
+        self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+        self.is_stale = True  # drafts were heard of since chances were computed
 
-    def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
-        """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
-        were confirmed, and all before them."""
-        told = np.asarray(scores, np.float64)
+    def observe(self, scores: ArrayLike, confirmed: ArrayLike, steps: ArrayLike = 0) -> None:
+        """Hears of drafts that were verified: [n] scores from 0 to 1, [n] bool, which of them were
+        confirmed, and all before them, and [n] numbers from 0 on of their steps, which are counted
+        one after the other."""
+        told, numbers = np.asarray(scores, np.float64), np.asarray(steps, np.int64)
         if told.size == 0:
             return
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        bins[np.asarray(confirmed, np.bool_)] += NUM_BINS
-        found = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
-        found[0] += found[1]
-        self._counts += found
-        self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
-        if self._num_told % TOLD_ANEW == 0:
-            self._chances = None
-        self._num_told += 1
+        bins += NUM_BINS * (2 * numbers + np.asarray(confirmed, np.bool_))
+        found = np.bincount(bins, minlength=2 * NUM_BINS * (1 + numbers.max()))
+        for of_step in found.reshape(-1, 2, NUM_BINS):
+            of_step[0] += of_step[1]
+            self._counts += of_step
+            self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
+        self.is_stale = True
 
-    @property
-    def chances(self) -> Floats:
-        """Those of the centres of bins; another array once they were computed anew."""
-        if self._chances is None:
+    def update(self) -> None:
+        """Computes chances anew, if drafts were heard of since they were computed."""
+        if self.is_stale:
             weights = self._tried + PRIOR_TRIALS
             shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
             self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
-        return self._chances
+            self.is_stale = False
 
     def predict(self, scores: ArrayLike) -> Floats:
         """Chances of the same shape; between the centres of bins they are interpolated."""
-        return np.interp(np.asarray(scores, np.float64), self._centres, self.chances)
+        self.update()
+        return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
 
 
 def bounded_scores(values: ArrayLike) -> Floats:
-    """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
-    found: Floats = np.fmax(values, 0.0, dtype=np.float64)
-    return np.fmin(found, 1.0)
+    """The same shape, from 0 to 1: what is no number is 0, as it is on the device."""
+    return np.fmin(np.fmax(values, 0.0, dtype=np.float64), 1.0)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:
@@ -178,10 +178,10 @@ class TileSpec:
     those of a step that it read lately, and turns scores into chances by how often drafts of such
     scores were confirmed (`Calibration`); of a tree, those on the confirmed path were.
 
-    It gives the prices of rounds that it cuts (`RoundPrices`), for policies that choose how many
-    drafts there are. A policy divides the tokens of a whole round by its price. A cut round gives
-    fewer tokens in less time, so its price is that of the whole round divided by what cutting gains
-    in tokens per millisecond.
+    It gives prices of rounds (`RoundPrices`) to policies that choose how many drafts there are.
+    These divide the tokens of a whole round by its price. A cut round gives fewer tokens in less
+    time, so its price is that of the whole round, divided by what cutting gains in tokens per
+    millisecond.
 
     Args:
         rounds: what whole rounds cost.
@@ -205,12 +205,14 @@ class TileSpec:
             self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._calibration = Calibration()
+        # Steps that it has not heard of: what was said of drafts, drafts fed, tokens taken, paths.
+        self._untold = list[tuple[Scores, Sequence[int], list[int], list[list[int]]]]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        # Of the centres of bins, and of these scores, ascending, by the longest chain.
-        self._chances = dict[int, tuple[Floats, Floats]]()
+        self._chances = dict[int, Floats]()  # by these scores, ascending, by the longest chain
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
-        self._num_read = self._num_scored = 0  # steps, and those of them with drafts
+        # Steps that were read, those of them with scores, and of these those that fed drafts.
+        self._num_read = self._num_scored = self._num_told = 0
         # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
         # they were looked at last.
         self._known = dict[tuple[int, int, int, int], LatencyTable]()
@@ -233,15 +235,13 @@ class TileSpec:
             return counts, False
         if is_probe:
             return counts, True
-        num_rows = counts.num_rows
         num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
-        if num_cut:  # as far as padding would not take the rows
-            whole = len(counts.q_lens), max(counts.q_lens)
-            num_cut = num_rows - self._room(*whole, num_rows - num_cut)
-        if num_cut > 0:
-            size = PackedSize(num_rows - num_cut, counts.num_reads - num_cut)
-            numbers = counts.q_lens, counts.num_read, counts.num_predicted
-            counts = StepCounts(*numbers, counts.emits_only_confirmed, packed=size)
+        num_rows = room = counts.num_rows
+        if num_cut:
+            room = self._room(len(counts.q_lens), max(counts.q_lens), num_rows - num_cut)
+        if room < num_rows:  # else padding would take the rows
+            num_reads = counts.num_reads - (num_rows - room)
+            counts = replace(counts, packed=PackedSize(room, num_reads))
         return counts, True
 
     def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
@@ -271,10 +271,9 @@ class TileSpec:
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})
         rows = (*(room for room in rooms if room < most), most)
-        prices = [*[self._packed] * (len(rows) - 1), self._rounds]
-        pairs = zip(prices, rows, strict=True)
         beside = prompt_rows, num_plain
-        return rows, [each.cost(num_reqs, num_drafts, room, *beside) for each, room in pairs]
+        costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
+        return rows, [*costs, self._rounds.cost(num_reqs, num_drafts, most, *beside)]
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -298,8 +297,7 @@ class TileSpec:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            count = (case.num_reqs - case.num_plain) * num_drafts
-            right = self._expected(num_drafts, count)
+            right = self._expected(num_drafts, (case.num_reqs - case.num_plain) * num_drafts)
             table = self._table(case, num_drafts, prompt_rows)
             self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
@@ -321,13 +319,13 @@ class TileSpec:
         """See `expected_right`; of `count` drafts, of chains of `longest`."""
         key = longest, count
         if key not in self._right:
-            curve, chances = self._chances.get(longest, (None, None))
-            if chances is None or curve is not self._calibration.chances:
+            if longest not in self._chances:
                 assert self._scores is not None, "They were read."
+                if self._untold and self._calibration.is_stale:
+                    self._learn()
                 scores = ordered_scores(self._scores, longest)
-                curve, chances = self._calibration.chances, self._calibration.predict(scores)
-                self._chances[longest] = curve, chances
-            self._right[key] = expected_right(resampled(chances, count))
+                self._chances[longest] = self._calibration.predict(scores)
+            self._right[key] = expected_right(resampled(self._chances[longest], count))
         return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
@@ -340,61 +338,63 @@ class TileSpec:
         if self._num_read % LOOK_STEPS == 0:
             self._known.clear()
             self._gains.clear()
-        num_drafts, fed = record.plan.num_drafts, result.num_drafts
-        accepted = [count or 1 for count in result.accept_lens]
+        num_drafts, taken = record.plan.num_drafts, result.accept_lens
+        accepted = [count or 1 for count in taken]
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
-        chains = record.scores.read()[0].numpy().take(record.rows, 0)[:, : max(num_drafts)]
-        told = bounded_scores(chains).cumprod(axis=1)
-        if fed and not self._has_trees:
-            self._continue(accepted, fed, num_drafts, told)
-        num_fed, num_taken = np.array(fed or num_drafts), np.array(result.accept_lens)
-        paths: Sequence[Sequence[int]] = result.paths
-        if 0 in num_drafts:
-            drafting = np.flatnonzero(num_drafts)
-            told, num_fed, num_taken = told[drafting], num_fed[drafting], num_taken[drafting]
-            paths = [path for path, count in zip(paths, num_drafts, strict=False) if count]
-        numbers = np.arange(1, 1 + told.shape[1])
-        if self._has_trees:
-            confirmed = confirmed_nodes(np.array(paths), num_taken - 1, told.shape[1])
-        else:
-            confirmed = numbers < num_taken[:, None]
-        was_fed = numbers <= num_fed[:, None]
-        self._calibration.observe(told[was_fed], confirmed[was_fed])
+        scores = record.scores.read()[0].numpy().take(record.rows, 0)
+        if result.num_drafts and not self._has_trees:
+            self._calibration.update()  # before it hears of more
+            self._continue(accepted, result.num_drafts, num_drafts, scores[:, : max(num_drafts)])
+        if any(fed := result.num_drafts or num_drafts):
+            self._untold.append((scores, fed, taken, result.paths))
+            if self._num_told % TOLD_ANEW == 0:
+                self._learn()
+            self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
-            self._scores = told
+            drafting = [*compress(range(len(num_drafts)), num_drafts)]
+            chains = scores.take(drafting, 0)[:, : max(num_drafts)]
+            self._scores = bounded_scores(chains).cumprod(axis=1)
             self._chances.clear()
             self._right.clear()
         self._num_scored += 1
         return accepted
 
+    def _learn(self) -> None:
+        """Tells the calibration which drafts were right in the steps that it has not heard of."""
+        untold, self._untold = self._untold, []
+        self._chances.clear()
+        scores, *numbers, paths = zip(*untold, strict=True)
+        fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
+        places = np.arange(1, 1 + fed.max())
+        told = bounded_scores(np.concatenate(scores)[:, : len(places)]).cumprod(axis=1)
+        was_fed, confirmed = places <= fed, places < taken
+        if self._has_trees:  # draft j is node j + 1
+            nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
+            on_path = np.where(np.arange(nodes.shape[1]) < taken, nodes, 0)
+            is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)
+            np.put_along_axis(is_right, on_path, True, axis=1)
+            confirmed = is_right[:, 1:]
+        steps = np.arange(len(untold)).repeat([sum(counts) for _, counts, _, _ in untold])
+        self._calibration.observe(told[was_fed], confirmed[was_fed], steps)
+
     def _continue(
-        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Floats
+        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Scores
     ) -> None:
         """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
-        numbers = enumerate(zip(accepted, fed, num_drafts, strict=True))
-        cut = [index for index, (taken, n, most) in numbers if taken == n + 1 <= most]
-        told, draw = scores[cut], self._lots.random
-        chains = zip(cut, self._calibration.predict(told).tolist(), told.tolist(), strict=True)
-        for index, chain, there in chains:
-            left = slice(fed[index], num_drafts[index])
-            before = chain[left.start - 1] if left.start else 1.0
-            for chance, score in zip(chain[left], there[left], strict=True):
-                if not score or draw() * before >= chance:  # after 0 there are no drafts
+        cut = [index for index, n in enumerate(fed) if accepted[index] > n < num_drafts[index]]
+        if not cut:
+            return
+        told, draw = bounded_scores(scores.take(cut, 0)).cumprod(axis=1), self._lots.random
+        chances = self._calibration.predict(told) * (told > 0)  # of a score of 0 there is no draft
+        for index, of_chain in zip(cut, chances.tolist(), strict=True):
+            start = fed[index]
+            before = of_chain[start - 1] if start else 1.0
+            for chance in of_chain[start : num_drafts[index]]:
+                if not chance or draw() * before >= chance:
                     break
                 before = chance
                 accepted[index] += 1
-
-
-def confirmed_nodes(
-    paths: NDArray[np.int64], num_confirmed: NDArray[np.int64], num_drafts: int
-) -> NDArray[np.bool_]:
-    """Returns [D, num_drafts]: which drafts of D trees are on their paths [D, M] of nodes from the
-    root, 0, on, of which `num_confirmed` [D] drafts count; draft j is node j + 1."""
-    is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
-    nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
-    nodes[np.arange(len(paths))[:, None], np.where(is_on_path, paths, 0)] = True
-    return nodes[:, 1:]
 
 
 def ordered_scores(scores: Floats, longest: int) -> Floats:
@@ -413,4 +413,5 @@ def resampled(ordered: Floats, count: int) -> Floats:
     """Returns `count` ascending numbers, 1 at least, that are distributed as the ordered ones."""
     if count == ordered.size:
         return ordered
-    return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
+    places = np.arange(0.5, count) * (ordered.size / count)
+    return ordered.take(places.astype(np.int64))

@@ -41,7 +41,7 @@ class LeftOutRows:
 
     def lacks_tokens(self, rows: Sequence[int]) -> bool:
         """Tells whether tokens of a request were left out since it got its row."""
-        return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
+        return any(each and not each.isdisjoint(rows) for each in (self._behind, self._lacking))
 
     def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
@@ -59,7 +59,7 @@ class LeftOutRows:
         if rests:
             self._behind.update(set(rows) - self._off - self._without_model)
             return list(range(len(rows))), (), ()
-        fed = self._behind.intersection(rows)
+        fed = self._behind.intersection(rows) if self._behind else set()
         self._behind -= fed
         self._lacking |= fed
         return _places(rows, self._off), _places(rows, self._without_model), sorted(fed)
@@ -160,7 +160,7 @@ class DraftPlanner(Planner):
         k = 1 + self._options.num_steps
         wishes = [
             (EmittingRequest(KINDS[0], k, pending=0), len(new)),
-            *((EmittingRequest(KINDS[match], k), count) for match, count in matches.items()),
+            *[(EmittingRequest(KINDS[match], k), count) for match, count in matches.items()],
             (PLAIN, len(groups[1]) - len(old)),
             (PLAIN_NEW, len(groups[0]) - len(new)),
         ]
@@ -215,15 +215,12 @@ def drafts_of_requests(
     if the step emits tokens of it, and it has the `num_steps` slots of draft steps however many
     rows the step keeps. Of others, such as prompts that are read in chunks, nothing is read or
     written, nor past a row's end, which has no slots."""
-    split, least = batch.num_prompts, max_accepted + num_steps
-    prompts = zip(batch.emits[:split], batch.num_prompt_tokens, batch.max_q_lens, strict=False)
-    return [
-        *(
-            num_drafts if emits and fed + num_steps <= reserved else 0
-            for emits, fed, reserved in prompts
-        ),
-        *[num_drafts if reserved >= least else 0 for reserved in batch.max_q_lens[split:]],
-    ]
+    split, least, slots = batch.num_prompts, max_accepted + num_steps, batch.max_q_lens
+    prompts = zip(batch.emits[:split], batch.num_prompt_tokens, slots, strict=False)
+    counts = [num_drafts * (emits and fed + num_steps <= most) for emits, fed, most in prompts]
+    if min(slots[split:], default=least) >= least:
+        return counts + [num_drafts] * (len(slots) - split)
+    return counts + [num_drafts * (reserved >= least) for reserved in slots[split:]]
 
 
 def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
@@ -231,10 +228,11 @@ def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCou
     its drafts, of R counts, 0 where a prompt is fed. It is plain where there are none."""
     if not any(num_drafts):
         return StepCounts.plain(batch)
-    emits, q_lens = list(map(int, batch.emits)), [1 + count for count in num_drafts]
-    num_read, split = q_lens.copy(), batch.num_prompts
-    q_lens[:split], num_read[:split] = batch.num_prompt_tokens[:split], emits[:split]
-    return StepCounts(q_lens, num_read, emits, [True] * len(emits))
+    split, count = batch.num_prompts, len(num_drafts)
+    decodes = [1 + drafts for drafts in num_drafts[split:]]
+    emits = [int(each) for each in batch.emits[:split]]
+    q_lens = batch.num_prompt_tokens[:split] + decodes
+    return StepCounts(q_lens, emits + decodes, emits + [1] * len(decodes), [True] * count)
 
 
 def plan_of_drafts(

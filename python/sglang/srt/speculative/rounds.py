@@ -9,7 +9,7 @@ from sglang.srt.lookahead.cut import TileSpec
 from sglang.srt.lookahead.draft_planner import DraftPlanner, LeftOutRows
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, RoundPrices
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.model_executor.price_measurement import measure_draft_prices
 from sglang.srt.speculative.drafter import DrafterParts
 from sglang.srt.speculative.drafter_options import DrafterNeeds
@@ -71,19 +71,16 @@ def planner_of_rounds(
     them."""
     target, num_rows = parts.runners.target, parts.runners.memory.table.num_rows
     tile_spec: TileSpec | None = None
-    policy_prices: RoundPrices | None = prices
     if options.tile_spec_cache is not None:
         assert prices is not None, "Rows go by prices, and none were measured."
         packs_in_graphs = target.config.capabilities.reads_q_starts
-        policy_prices = tile_spec = TileSpec(
-            prices, packs_in_graphs, options.tile_spec_drafts, options.has_trees
-        )
+        tile_spec = TileSpec(prices, packs_in_graphs, options.tile_spec_drafts, options.has_trees)
     policy = options.policy(
         PolicyParts(
             options=options,
             num_rows=num_rows,
             max_prompt_rows=parts.runners.max_prompt_rows,
-            rounds=policy_prices,
+            rounds=tile_spec or prices,
             graph_size=int if target.graph_keys is None else target.graph_keys.decode_size,
             feed_ms=None if prices is None or not prices.can_rest else prices.feed_ms,
         )

@@ -1,9 +1,8 @@
 """Keeps the prices that are measured at the start, so that the next start need not measure them.
 
-Prices are times of the captured graphs, of larger steps and of the head's draft steps
-(`price_measurement.py`): that takes seconds, and no text and no
-requests. They are kept as JSON, with what they were measured with: the file's name is a digest of
-that. What is no such file is measured again.
+Prices are times of the captured graphs, of larger steps and of the head's draft steps, which take
+seconds to measure and no requests (`price_measurement.py`). They are kept as JSON, with what they
+were measured with: the file's name is a digest of that. What is no such file is measured again.
 """
 
 from __future__ import annotations
@@ -83,9 +82,8 @@ class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
     passes: list[tuple[int | TreeShape, PassPrices]]
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
-        names = [name for name in TABLE_FIELDS if name != "graphs_ms"]
-        fields = {name: getattr(self, name) for name in names}
-        return PriceTable(graph_finder(runner), dict(self.graphs_ms), **fields)
+        fields = {name: getattr(self, name) for name in TABLE_FIELDS}
+        return PriceTable(graph_finder(runner), **fields | {"graphs_ms": dict(self.graphs_ms)})
 
 
 class TileSpecProfiler:
