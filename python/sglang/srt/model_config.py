@@ -122,12 +122,17 @@ class ModelConfig:
         return bool(value)
 
     def integer(self, name: str, default: int | None, minimum: int) -> int | None:
-        """An entry of config.json; null is None, and a missing one is `default`."""
+        """An entry of config.json; null is None, and a missing one is `default`.
+
+        Raises:
+            ModelPathError: for anything else than a number from `minimum` to MAX_SIZE.
+        """
         value = self.hf.get(name, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
+        if type(value) is not int or not minimum <= value <= MAX_SIZE:
+            bounds = f"at least {minimum} and at most {MAX_SIZE}"
+            raise self.refusal(f"{name} must be an integer of {bounds}, not {value!r:.40}")
         return value
 
     @property

@@ -251,6 +251,8 @@ def test_the_window_of_each_layer(
         ("mixtral", {"num_experts_per_tok": 5}, "there are 4 experts"),
         ("qwen3_moe", {"num_local_experts": None}, "num_experts nor num_local_experts"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ("qwen3_moe", {"moe_intermediate_size": 1 << 63}, "at most 16777216, not 9223372036"),
+        ("mistral", {"sliding_window": 1 << 40}, "at most 16777216, not 1099511627776"),
         ("qwen3_moe", {"mlp_only_layers": [[1]]}, "mlp_only_layers must be a list of layers"),
         ("qwen3", {"num_experts": 4}, "dense checkpoint"),
         ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "remove the"),
