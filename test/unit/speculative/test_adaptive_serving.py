@@ -22,7 +22,7 @@ from sglang.srt.control import internal_state
 from sglang.srt.lookahead.adaptive_config import parse_adaptive_config
 
 torch.set_num_threads(1)
-NUM_ROUNDS = int(os.environ.get("ADAPTIVE_STORM_ROUNDS", "400"))  # 10,000 by hand
+NUM_ROUNDS = int(os.environ.get("ADAPTIVE_STORM_ROUNDS", "1000"))  # 10,000 by hand
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
 EACH_ROUND |= {"up_hysteresis": -0.25, "down_hysteresis": 0.25}
 
