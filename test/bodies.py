@@ -84,12 +84,17 @@ class Compared:
     differing: list[str] = field(default_factory=list)
 
     def add(
-        self, way: str, bodies: list[dict[str, Any]], right: list[Answer], given: list[Answer]
+        self,
+        way: str,
+        seed: int,
+        bodies: list[dict[str, Any]],
+        right: list[Answer],
+        given: list[Answer],
     ) -> None:
-        """Compares the answers of a batch."""
+        """Compares the answers of the batch of a seed."""
         for body, mine, theirs in zip(bodies, right, given, strict=True):
             if not agree(mine, theirs, MAX_GAP):
-                self.differing.append(f"{way}: {body}\n{mine}\n{theirs}")
+                self.differing.append(f"{way}, seed {seed}: {body}\n{mine}\n{theirs}")
             self.counts["tokens"] += sum(len(each["output_ids"]) for each in theirs)
             self.counts["aborted"] += theirs[0]["finish_reason"]["type"] == "abort"
         self.by_way[way] += len(bodies)
@@ -166,10 +171,10 @@ def compare_ways(model: ServedModel, first_seed: int, share: Share) -> Compared:
                 oracle.check(body, answer)
             right = batches[-1][1]
             with interruptions.of(seed):
-                found.add("plain, once more", bodies, right, answers(engine, bodies, seed))
+                found.add("plain, once more", seed, bodies, right, answers(engine, bodies, seed))
             mtp = with_mtp(bodies, seed)
             with interruptions.of(-seed):
-                found.add("MTP", mtp, right, answers(engine, mtp, seed))
+                found.add("MTP", seed, mtp, right, answers(engine, mtp, seed))
     for name, flags in model.ways.items():
         with tempfile.TemporaryDirectory() as cache:
             if flags.get("tile_spec"):
@@ -180,7 +185,7 @@ def compare_ways(model: ServedModel, first_seed: int, share: Share) -> Compared:
                 for seed, (bodies, right) in zip(seeds, batches, strict=False):
                     chosen = with_choices(bodies, seed)
                     with interruptions.of(seed):
-                        found.add(name, chosen, right, answers(engine, chosen, seed))
+                        found.add(name, seed, chosen, right, answers(engine, chosen, seed))
     return found
 
 

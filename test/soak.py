@@ -1,13 +1,12 @@
 """Rounds of the storm until there have been a million requests, in as many sittings as it takes.
 
     python test/soak.py --ledger soak.json --seconds 3600     # goes on where the ledger ends
-    python test/storm.py --seed 12345 --rounds 1 --crowds     # a round again that the ledger names
 
 Each round is one of `test/storm.py`: every drafter, sampling parameter, grammar, abort, pause,
 update and forced retraction, with small pools and pages of several sizes. Rounds of odd seeds are
-crowds: hundreds of requests, up to 64 in a step. The ledger, a JSON file,
-counts them, names the seeds of rounds that failed, and has a line for each sitting: commit, time,
-memory and open files. It is written after every round.
+crowds: hundreds of requests, up to 64 in a step. The ledger, a JSON file, counts them, has the seed
+of each round that failed with the command that runs it again, and a line for each sitting: commit,
+time, memory and open files. It is written after every round.
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ def _seen(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def agree(mine: Answer, theirs: Answer, max_gap: float) -> bool:
-    """Tells whether two answers are the same, but that the second one may end early by an abort.
+    """Tells whether two answers are the same. The second one may end early by an abort: then its
+    ids and log-probabilities must be the first ones of the other.
 
     Args:
         max_gap: between log-probabilities.
