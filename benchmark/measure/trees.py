@@ -1,11 +1,11 @@
-"""Compares this tree of sources with another one: the same ways of an experiment, in turn.
+"""Compares this tree of sources with others: the same ways of an experiment, in turn.
 
     git archive COMMIT python sgl-kernel benchmark | tar x -C /tmp/other
     python -m benchmark.measure.trees mtp --other /tmp/other --concurrency 1 8 64 128
     python -m benchmark.measure.trees tile_spec --other /tmp/other --ways plain 'static 3'
 
-Each Engine of a way runs in a process that imports `sglang` from its tree. Two are resident at
-once, one of each tree; those that measure prices start one after the other.
+Each Engine of a way runs in a process that imports `sglang` from its tree. One of each tree is
+resident; those that measure prices start one after the other.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def tree_engines(
 def paired_trees(
     engines: Mapping[str, TreeEngine], ways: Mapping[str, EngineWay], loads: list[int]
 ) -> Paired[int]:
-    """Pairs each way of the first tree with that of the second one."""
+    """Pairs each way of the first tree with that of each other one."""
     named = {f"{way}, {tree}": (engine, way) for way in ways for tree, engine in engines.items()}
-    this, other = engines
-    pairs: list[Pair] = [(f"{way}, {this}", f"{way}, {other}") for way in ways]
+    this, *others = engines
+    pairs: list[Pair] = [(f"{way}, {this}", f"{way}, {other}") for way in ways for other in others]
 
     def run(load: int, way: str, number: int) -> Figures:
         engine, name = named[way]
@@ -123,9 +123,10 @@ def measure(
     """Measures one Engine's ways after the other's; the time left is shared evenly."""
     experiment = EXPERIMENTS[arguments.name]
     prompts, source = code_prompts(arguments, model_path)
-    other = arguments.other.absolute()
+    others = {tree.name: tree.absolute() for tree in arguments.other}
     result = {**describe_environment(), "experiment": arguments.name, **settings(arguments)}
-    result |= {"prompts": source, "other": measured_commit(other), "rows": []}
+    commits = {name: measured_commit(tree) for name, tree in others.items()}
+    result |= {"prompts": source, "others": commits, "rows": []}
     outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True, "temperature": 0}
     groups = servings({name: experiment.way(name) for name in arguments.ways})
     for number, ways in enumerate(groups):
@@ -139,7 +140,7 @@ def measure(
             "ways": {name: {**outputs, **each.params} for name, each in ways.items()},
             "prompts": prompts,
         }
-        trees = {"this tree": ROOT, "other": other}
+        trees = {"this tree": ROOT} | others
         with tree_engines(trees, served, way.measures_prices) as engines:
             paired = paired_trees(engines, ways, arguments.concurrency)
             rounds = measure_rounds(paired, share, arguments.rounds)
@@ -150,7 +151,9 @@ def measure(
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     def add_other(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--other", type=Path, required=True, help="folder of the other tree")
+        parser.add_argument(
+            "--other", type=Path, nargs="+", required=True, help="folders of other trees"
+        )
 
     arguments = parse_experiment(argv, __doc__, "{name}_trees", add_other)
     experiment = EXPERIMENTS[arguments.name]

@@ -1,4 +1,4 @@
-"""Two trees of sources in turn: Engines, whose ratio it is, what each process imports."""
+"""Trees of sources in turn: Engines, whose ratio it is, what each process imports."""
 
 from __future__ import annotations
 
@@ -29,15 +29,20 @@ class FakeEngine:
         return {"tok_s": self._tok_s}
 
 
-def test_a_ratio_is_this_tree_over_the_other_way_by_way() -> None:
-    fakes = {"this tree": FakeEngine(90.0), "other": FakeEngine(60.0)}
+def test_a_ratio_is_this_tree_over_each_other_one_way_by_way() -> None:
+    fakes = {"this tree": FakeEngine(90.0), "old": FakeEngine(60.0), "older": FakeEngine(45.0)}
+    of_trees = {"old": 1.5, "older": 2.0}
     engines = cast(dict[str, TreeEngine], fakes)
     paired = paired_trees(engines, dict.fromkeys((PLAIN, "static 3"), MTP_WAYS[PLAIN]), [1, 8])
     paired.round(0)
     paired.round(1)
     for row in paired.rows():
         ratios = {pair: found["mean"] for pair, found in row["ratios"].items()}
-        assert ratios == {f"{way}, this tree / {way}, other": 1.5 for way in (PLAIN, "static 3")}
+        assert ratios == {
+            f"{way}, this tree / {way}, {other}": ratio
+            for way in (PLAIN, "static 3")
+            for other, ratio in of_trees.items()
+        }
     asked = [
         (load, way, number) for number in (0, 1) for load in (1, 8) for way in (PLAIN, "static 3")
     ]
