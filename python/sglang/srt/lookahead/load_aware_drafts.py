@@ -30,9 +30,6 @@ class LoadAwareDrafts(LengthPolicy):
     that would be best if all drafts beyond the chosen tier were right. Probes are paid from an
     allowance, PROBE_SHARE of the time of steps, which saves up PROBE_STEPS steps.
 
-    Estimates go up and down, so a tier stays until another one beats it by the share that drafts
-    must beat none by, or until no drafts beat it at all.
-
     While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
     Then a probe begins with steps that only feed it, which the allowance pays too: it gets
     FEED_SHARE more.
@@ -75,7 +72,7 @@ class LoadAwareDrafts(LengthPolicy):
         beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
         lengths = [beside + length for length in self.lengths(upcoming)]
         costs = self._costs_ms(upcoming, lengths)
-        best = self.settled = self._settle(lengths, costs)
+        best = self.settled = best_tier(lengths, costs, self._least_gain)
         feed_ms = 0.0
         if self._feed_ms is not None and best == 0:
             feed_ms = self._feed_ms(self._prompts.cases(upcoming, lengths[0]))
@@ -107,14 +104,6 @@ class LoadAwareDrafts(LengthPolicy):
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
             self._costs[size] = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
         return self._costs[size]
-
-    def _settle(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
-        """The best tier, or the one that was settled on before, unless the best one beats that."""
-        best, held = best_tier(lengths, costs, self._least_gain), self.settled
-        if held not in costs:
-            return best
-        least = lengths[held] / costs[held] * (1 + self._least_gain * (best > 0))
-        return best if lengths[best] / costs[best] > least else held
 
     def _with_probe(
         self, lengths: Sequence[float], costs: Mapping[int, float], feed_ms: float, is_fed: bool
