@@ -26,7 +26,7 @@ from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength
 from sglang.srt.lookahead.load_aware_masks import CERTAINTY
 from sglang.srt.lookahead.upcoming_step import MARGIN, EmittingRequest, UpcomingStep
-from sglang.srt.step.price_table import Curve, PromptChunk
+from sglang.srt.step.price_table import PromptChunk
 from simulated_decode import gpu_prices
 from tile_spec_rounds import prices_of
 
@@ -212,20 +212,6 @@ def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
         limits.append(policy.choose(mask_step(40, UNVERIFIED, limits[-1])).limit)
     assert limits[1:3] == [2, 1]
     assert limits.count(2) <= 2
-
-
-def test_looking_ahead_never_takes_a_step_out_of_its_graph() -> None:
-    """Even where launched steps seem to cost nothing; a step that has no graph anyway may."""
-    prices, tried = replace(gpu_prices(), eager=Curve((1, 4096), (0.1, 0.1))), set[int]()
-    policy = mask_policy(prices, MAX_K)
-    for prompts, pending in itertools.product((0, 512, 900) * 60, (1, MAX_K)):
-        step = mask_step(128, VERIFIED, pending, prompts)
-        budget = policy.choose(step)
-        stays = prices.replays(step.current_shape(budget.limit))
-        assert stays or not prices.replays(step.current_shape(1))
-        tried.add(budget.limit)
-        policy.observe(predicted(budget, VERIFIED, [(budget.limit, budget.limit)] * 128))
-    assert max(tried) > 1
 
 
 def test_rows_of_a_packed_step_are_those_that_drafts_need_and_what_its_graph_has_room_for() -> None:

@@ -97,7 +97,7 @@ class LoadAwareMasks(LengthPolicy):
         most_ms = options.decode_ms + options.luck_ms
         self._budget.earn(TRIAL_SHARE * options.costs_ms[0], most_ms, options.decode_ms)
         limit, is_sure = self._limit(options)
-        limit, shape = self._in_graph(upcoming, limit)
+        shape = upcoming.current_shape(limit, self._share_with_drafts)
         extra_ms = 0.0
         if limit > 1 or not upcoming.is_plain:
             plain = upcoming.current_shape(1, self._share_with_drafts, is_steady=True)
@@ -201,15 +201,6 @@ class LoadAwareMasks(LengthPolicy):
         if (kind, k) not in self._shares:
             self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k)[-2:])
         return self._shares[kind, k]
-
-    def _in_graph(self, upcoming: UpcomingStep, limit: int) -> tuple[int, StepShape]:
-        """The longest limit up to this one whose step replays a graph, if the step at limit 1 does,
-        and its shape: kernels launched one by one keep the host busy for longer than the device."""
-        share, replays = self._share_with_drafts, self._prices.replays
-        shape = upcoming.current_shape(limit, share)
-        if limit > 1 and not replays(shape) and replays(upcoming.current_shape(1, share)):
-            return self._in_graph(upcoming, limit - 1)
-        return limit, shape
 
     def _num_rows(self, upcoming: UpcomingStep, limit: int, shape: StepShape) -> int | None:
         """As many rows as requests will probably need, and as many more as the step's graph has

@@ -102,10 +102,6 @@ class PriceTable:
     prompt_kv_ms: Curve = FREE
     spread: float = 0.0  # typical deviation of one measurement from another, as a share
 
-    def replays(self, step: StepShape) -> bool:
-        """Tells whether a step replays a graph."""
-        return self.find(step.num_reqs, step.widest, step.num_rows) is not None
-
     @cached_property
     def sizes(self) -> list[int]:
         """Ascending numbers of rows, between which steps are padded or prices are linear."""
