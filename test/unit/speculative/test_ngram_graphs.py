@@ -142,13 +142,12 @@ def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("breadth", [1, 3])
 def test_confidences_are_learnt_in_graphs(
-    paths: dict[str, Path], right: list[list[int]], tmp_path: Path, breadth: int
+    paths: dict[str, Path], right: list[list[int]], tmp_path: Path
 ) -> None:
     """Checks that graphs learn what a step piece by piece does, from as many drafts; padding
     teaches nothing."""
-    drafter = ngram_config(NUM_STEPS, breadth, tile_spec_cache=tmp_path)
+    drafter = ngram_config(NUM_STEPS, tile_spec_cache=tmp_path)
     served = serving(paths, drafter, prices=FREE_ROWS)
     serve(served.harness, right)
     assert served.seen["right"] <= learnt(served.harness).right.sum() < 512

@@ -360,17 +360,13 @@ def test_where_rows_are_dear_only_likely_drafts_are_verified(
     assert shares[1] > 1.2 * shares[0]
 
 
-@pytest.mark.parametrize("breadth", [1, 3])
-def test_long_matches_are_trusted_more_than_none(target: Path, breadth: int) -> None:
-    drafter = ngram_config(7, breadth, tile_spec_cache=Path("unused"))
+def test_long_matches_are_trusted_more_than_none(target: Path) -> None:
+    drafter = ngram_config(7, tile_spec_cache=Path("unused"))
     harness = Served(target, drafter, prices=FREE_ROWS)
     for seed in range(2):
         serve(harness, right_tokens(target), seed=seed)
     trials = learnt(harness)
     tried, right = trials.tried, trials.right
-    if breadth > 1:
-        assert tried[1, :, 0].sum() > 20, "No later branch was tried."
-        tried, right = tried[0], right[0]
     share = (right / tried.clamp(min=1))[:, 0]
     assert tried[:, 0].sum() > 100
     assert share[4] > 2 * share[:2].max(), share
@@ -418,8 +414,7 @@ def test_how_much_is_drafted_follows_prices_and_matches(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) -> None:
-    """As many as the device does, which knows them by branch, and as many as were confirmed. By
-    place in the order of likelihood as many as confirmed paths have."""
+    """As many as were confirmed, and by place in the order of likelihood as paths have."""
     drafter = ngram_config(7, 3, tier_policy="matched")
     harness = Served(target, drafter, setup_for(7, enable_overlap=overlap), FREE_ROWS)
     right, fed = Counter[int](), Counter[int]()
@@ -441,7 +436,7 @@ def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) 
         serve(harness, right_tokens(target))
     assert Counter(1 + place for _, count, _ in heard for place in range(count)) == fed
     assert Counter(1 + place for _, _, places in heard for place in places) == right
-    assert right.total() == harness.seen["confirmed"] == int(learnt(harness).right.sum())
+    assert right.total() == harness.seen["confirmed"]
     assert harness.seen["moved"] > 3, harness.seen
 
 

@@ -9,11 +9,14 @@ from typing import NamedTuple
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.lookahead.matched_drafts import LONGEST_OF_CLASS, NUM_CLASSES
+from sglang.srt.lookahead.matched_drafts import LONGEST_OF_CLASS
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 
 WINDOW = 512.0  # trials of a cell that are remembered, since text changes
 PRIOR_TRIALS = 2.0  # trials that the prior counts as
+# Of trees: drafts after matches of so many tokens are right half of the time; as many tokens count
+# as the match of a branch without a place.
+EVEN_MATCH, LEAST_MATCH = 4, 0.1
 ABSENT = -1.0  # the score of a node that cannot be had; below all others
 
 
@@ -96,78 +99,41 @@ class OrderedNodes(NamedTuple):
     counts: torch.Tensor  # [R] int64; nodes, D unless the budget of the corpus leaves fewer
 
 
-class BranchConfidence:
-    """Chances of trees whose branches part at the root: by whether a branch is the first one, by
-    class of its match, and by place in the branch. `trials` are [2, NUM_CLASSES, D], of first
-    branches and of all others.
+def likeliest_nodes(
+    match_lens: torch.Tensor,
+    in_corpus: torch.Tensor,
+    num_drafts: int,
+    corpus_budget: int | None = None,
+) -> OrderedNodes:
+    """Returns the likeliest nodes of branches that part at the root. Their chances never change: a
+    branch's drafts are the likelier the longer its match is, and one branch at most begins right.
 
     Args:
+        match_lens: [R, B] int64; lengths of the matches of branches, 0 where they have no place.
+            The first branch is there without a place too.
+        in_corpus: [R, B] int64; 1 where the place is in the corpus, else 0.
         num_drafts: D, nodes of a tree but the root, and tokens that are known of each branch.
         corpus_budget: nodes of a tree that may come from the corpus, at least 1; None: all.
-        num_rows, padding_row: as for `MatchConfidence`.
     """
-
-    def __init__(
-        self,
-        num_rows: int,
-        num_drafts: int,
-        padding_row: int,
-        device: torch.device,
-        corpus_budget: int | None = None,
-    ) -> None:
-        prior = torch.full((2, NUM_CLASSES, num_drafts), PRIOR_CONFIDENCE)
-        prior[1, :, 0] = 1 - PRIOR_CONFIDENCE  # of another token than the first branch's
-        self.trials = Trials(prior.to(device))
-        self._bounds = to_device(LONGEST_OF_CLASS, device, torch.int64)
-        self._nodes = torch.arange(num_drafts, device=device)
-        self._padding_row = padding_row
-        self._corpus_budget = corpus_budget
-        # Of the nodes that each row of the table was last given, in their order.
-        shape = num_rows, num_drafts
-        self._given_cells = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._given_parents = torch.zeros_like(self._given_cells)
-
-    def learn(
-        self, rows: torch.Tensor, num_fed: torch.Tensor, num_right: torch.Tensor, path: torch.Tensor
-    ) -> None:
-        """Learns how many of the nodes that `order` last gave were fed, and right: those after the
-        root on the path [R, M], of `num_right`; all others [R] int64."""
-        num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
-        is_on_path = torch.arange(path.shape[1], device=path.device) <= num_right[:, None]
-        is_right = torch.zeros((len(rows), 1 + len(self._nodes)), device=path.device).bool()
-        is_right.scatter_(1, torch.where(is_on_path, path, 0).to(torch.int64), True)
-        tried = (self._nodes < num_fed) & is_right.gather(1, self._given_parents[rows])
-        self.trials.add(self._given_cells[rows], tried, tried & is_right[:, 1:])
-
-    def order(
-        self, rows: torch.Tensor, match_lens: torch.Tensor, in_corpus: torch.Tensor
-    ) -> OrderedNodes:
-        """Returns the D likeliest nodes of all branches; rows [R] int64. [R, B] int64: lengths of
-        the matches of branches, 0 where they have no place, and 1 where that is in the corpus, else
-        0. The first branch is there without a place too."""
-        num_drafts = len(self._nodes)
-        is_later = (torch.arange(match_lens.shape[1], device=rows.device) > 0).to(torch.int64)
-        classes = torch.bucketize(match_lens, self._bounds)
-        # A product that is computed in parallel may rise by a rounding.
-        paths = self.trials.chances()[is_later, classes].cumprod(2).cummin(2).values
-        exists = (match_lens > 0) | (is_later == 0)
-        scores = torch.where(exists[:, :, None], paths, ABSENT).flatten(1)
-        scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
-        if self._corpus_budget is not None:
-            from_corpus = in_corpus.gather(1, order // num_drafts)
-            is_beyond = (from_corpus > 0) & (from_corpus.cumsum(1) > self._corpus_budget)
-            scores = torch.where(is_beyond, ABSENT, scores)
-            scores, again = torch.sort(scores, dim=1, descending=True, stable=True)
-            order = order.gather(1, again)
-        num_candidates = order.shape[1]
-        scores, order = scores[:, :num_drafts], order[:, :num_drafts]
-
-        branches, places = order // num_drafts, order % num_drafts
-        numbers = order.new_zeros((len(rows), num_candidates))  # of nodes; 0 is the root
-        numbers.scatter_(1, order, (1 + self._nodes).expand_as(order))
-        before = numbers.gather(1, (order - 1).clamp(min=0))
-        parents = torch.where(places == 0, 0, before)
-        cells = (is_later * NUM_CLASSES + classes).gather(1, branches) * num_drafts + places
-        self._given_cells[rows], self._given_parents[rows] = cells, parents
-        counts = (scores > ABSENT).sum(1)
-        return OrderedNodes(order, parents.to(torch.int32), scores.clamp(min=0.0), counts)
+    nodes = torch.arange(num_drafts, device=match_lens.device)
+    matched = match_lens.clamp(min=LEAST_MATCH)
+    chances = matched / (matched + EVEN_MATCH)
+    others_fail = torch.nn.functional.pad((1 - chances[:, :-1]).cumprod(1), (1, 0), value=1.0)
+    scores = others_fail[:, :, None] * chances[:, :, None] ** (1 + nodes)
+    is_absent = match_lens == 0
+    is_absent[:, 0] = False
+    scores = scores.masked_fill(is_absent[:, :, None], ABSENT).flatten(1)
+    scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    if corpus_budget is not None:
+        from_corpus = in_corpus.gather(1, order // num_drafts)
+        is_beyond = (from_corpus > 0) & (from_corpus.cumsum(1) > corpus_budget)
+        scores = torch.where(is_beyond, ABSENT, scores)
+        scores, again = torch.sort(scores, dim=1, descending=True, stable=True)
+        order = order.gather(1, again)
+    numbers = torch.zeros_like(order)  # of nodes; 0 is the root
+    scores, order = scores[:, :num_drafts], order[:, :num_drafts]
+    numbers.scatter_(1, order, (1 + nodes).expand_as(order))
+    before = numbers.gather(1, (order - 1).clamp(min=0))
+    parents = torch.where(order % num_drafts == 0, 0, before)
+    counts = (scores > ABSENT).sum(1)
+    return OrderedNodes(order, parents.to(torch.int32), scores.clamp(min=0.0), counts)

@@ -27,13 +27,12 @@ from sglang.srt.speculative.drafter import (
 from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
 from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
+from sglang.srt.speculative.ngram_confidence import MatchConfidence, likeliest_nodes
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
 from sglang.srt.speculative.rounds import needs_of_rounds, planner_of_rounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PassPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
-from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
 
 # 1.5 MB on a GPU, so that its cache holds them; a CPU searches fewer in as much time.
@@ -68,14 +67,10 @@ class NgramDrafter(Drafter):
         self._options = options
         # A tree of D nodes has no more branches than that.
         self._most_branches = min(most, options.breadth)
-        self._trees: BranchConfidence | None = None
         self._chains: MatchConfidence | None = None  # None too where confidences are not read
         state = parts.state
         num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
-        if options.rounds.has_trees:
-            budget = options.corpus_budget
-            self._trees = BranchConfidence(num_rows, most, padding, device, budget)
-        elif state.confidence is not None:
+        if state.confidence is not None and not options.rounds.has_trees:
             self._chains = MatchConfidence(num_rows, most, padding, device)
         self._match_lens: torch.Tensor | None = None  # [N] int64, by row; None: no one asks
         if options.rounds.policy.reads_matches:
@@ -122,8 +117,9 @@ class NgramDrafter(Drafter):
     def extend(self, step: ComputedStep) -> None:
         """There is no model; what became of the drafts is learnt."""
         accepted = step.accepted
-        if accepted.num_drafts is not None:
-            self._learn(step.inputs.rows, accepted.num_drafts, accepted)
+        if self._chains is not None and accepted.num_drafts is not None:
+            num_right = accepted.accept_lens - 1
+            self._chains.learn(step.inputs.rows, accepted.num_drafts, num_right)
 
     def propose(self, step: ExtendedStep) -> None:
         rows = step.rows
@@ -131,21 +127,10 @@ class NgramDrafter(Drafter):
         if num_drafts == 0:
             if self._match_lens is not None:
                 self._note(rows, self._ops.find(rows, 1).match_lens)
-        elif self._trees is None:
-            self._propose_chains(rows, num_drafts, planned_counts(step, num_drafts))
+        elif self._options.rounds.has_trees:
+            self._propose_trees(rows, num_drafts, planned_counts(step, num_drafts))
         else:
-            self._propose_trees(rows, num_drafts, planned_counts(step, num_drafts), self._trees)
-
-    def _learn(
-        self, rows: torch.Tensor, num_drafts: torch.Tensor, accepted: AcceptedTokens
-    ) -> None:
-        """Learns from the drafts that were fed, num_drafts [R] of rows [R]."""
-        num_right = accepted.accept_lens - 1
-        if self._trees is not None:
-            assert accepted.path is not None, "A step with trees confirms paths."
-            self._trees.learn(rows, num_drafts, num_right, accepted.path)
-        elif self._chains is not None:
-            self._chains.learn(rows, num_drafts, num_right)
+            self._propose_chains(rows, num_drafts, planned_counts(step, num_drafts))
 
     def _propose_chains(self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor) -> None:
         """For those of rows [R] whose counts [R] are not 0."""
@@ -157,9 +142,7 @@ class NgramDrafter(Drafter):
         drafts = EagleVerifyInput(found.tokens, confidence, per_request_draft_token_num=counts)
         drafts.write(self._step_ops, self._state, rows)
 
-    def _propose_trees(
-        self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor, trees: BranchConfidence
-    ) -> None:
+    def _propose_trees(self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor) -> None:
         """The likeliest nodes of each of rows [R], counts [R] at most. Of each branch the first
         token is another one. A request has as many branches as its longest match asks for, and as
         places were found, one at least."""
@@ -174,7 +157,8 @@ class NgramDrafter(Drafter):
         branches = torch.arange(len(found), device=rows.device)
         match_lens = torch.where(branches < wanted, match_lens, 0)
         in_corpus = torch.stack([each.in_corpus for each in found], 1)
-        nodes = trees.order(rows, match_lens, in_corpus)
+        most, budget = options.rounds.num_steps, options.corpus_budget
+        nodes = likeliest_nodes(match_lens, in_corpus, most, budget)
         tokens = torch.cat([each.tokens for each in found], 1).gather(1, nodes.order)
         drafts = EagleVerifyInput(
             tokens[:, :num_drafts],
