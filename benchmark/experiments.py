@@ -34,6 +34,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.sent_tensors import SHARED_MEMORY
 
 PLAIN, VERIFIED, DRAFTED, NGRAM = "plain", "k=8 verified", "drafted", "ngram"
+NO_GRAPHS, NGRAM_TREES = "k=8 verified, no graphs", "ngram, trees"
 OPTED_OUT = "all opted out"
 MAY_ASK, ONE_ASKS, ALL_ASK = "none asks", "one asks", "all ask"
 LOAD_AWARE = "k=8 tau 0.9 load-aware"
@@ -316,7 +317,13 @@ def of_asking(names: Sequence[str]) -> list[Pair]:
 EXPERIMENTS = {
     "mtp": Experiment(
         question="Is multi-token prediction that heeds the load ever slower than plain decoding?",
-        ways=MTP_WAYS,
+        ways={
+            **MTP_WAYS,
+            NO_GRAPHS: EngineWay(
+                flags={**_MTP, "disable_mtp_cuda_graph": True}, params=MTP_WAYS[VERIFIED].params
+            ),
+        },
+        default=(PLAIN, LOAD_AWARE, VERIFIED),
         requests=(1, 16, 64, 128),
         asked=dict.fromkeys((LOAD_AWARE, VERIFIED), MIN_PAIRED_MEDIAN),
     ),
@@ -363,7 +370,11 @@ EXPERIMENTS = {
         ways={
             PLAIN: EngineWay(),
             NGRAM: EngineWay(flags=ngram_flags(11)),
+            NGRAM_TREES: EngineWay(
+                flags=ngram_flags(11) | {"speculative_ngram_max_bfs_breadth": 10}
+            ),
         },
+        default=(PLAIN, NGRAM),
         requests=(1, 8, 32),
         texts=NGRAM_TEXTS,
         asked={NGRAM: MIN_PAIRED_MEDIAN},
