@@ -5,7 +5,8 @@
     python -m benchmark.measure.trees tile_spec --other /tmp/other --ways plain 'static 3'
 
 Each Engine of a way runs in a process that imports `sglang` from its tree. One of each tree is
-resident; those that measure prices start one after the other.
+resident; those that measure prices start one after the other. The result is stored after each
+round.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmark.command import store
 from benchmark.engine_load import Budget
 from benchmark.environment import ROOT, describe_environment, measured_commit
 from benchmark.experiments import EXPERIMENTS
 from benchmark.measure.experiment import parse as parse_experiment
 from benchmark.mtp_model import code_prompts, drafter_flags, engine_flags, model_path_of, settings
-from benchmark.paired import Figures, Pair, Paired, measure_rounds, print_ratios
+from benchmark.paired import Figures, Pair, Paired, print_ratios, store_rounds
 from benchmark.ways import EngineWay, servings
 
 STOP_LIMIT_S = 60.0
@@ -142,10 +142,12 @@ def measure(
         }
         trees = {"this tree": ROOT} | others
         with tree_engines(trees, served, way.measures_prices) as engines:
-            paired = paired_trees(engines, ways, arguments.concurrency)
-            rounds = measure_rounds(paired, share, arguments.rounds)
-            result["rows"] += [{**row, "rounds": rounds} for row in paired.rows()]
-        store(arguments.out, result)
+            paired, before = paired_trees(engines, ways, arguments.concurrency), result["rows"]
+
+            def found(paired: Paired[int] = paired, before: list[Any] = before) -> dict[str, Any]:
+                return {"rows": before + paired.rows()}
+
+            store_rounds(paired, share, arguments, result, found)
     return result
 
 
