@@ -1,4 +1,4 @@
-"""Times sums of two ranks: through NCCL, and in one exchange over memory that both GPUs write.
+"""Times sums of two ranks: through NCCL, and over memory that both GPUs write, in lines and blocks.
 
     python -m benchmark.measure.rank_sums
 
@@ -33,7 +33,7 @@ from sglang.srt.entrypoints.children import child_environ
 from sglang.srt.processes.model_parts import EXCHANGE
 from sglang.srt.shard import Shard
 
-SIZES = [1 << power for power in range(13, 21)]  # bytes: 8 KB to 1 MB
+SIZES = [1 << power for power in range(13, 27)]  # bytes: 8 KB to 64 MB
 NUM_RANKS, REPEATS, LIMIT_S = 2, 20, 300
 DTYPE = torch.bfloat16
 
@@ -43,10 +43,17 @@ def ways_of(folder: Path, rank: int, device: str) -> dict[str, RankGroup]:
     shard = Shard(rank, NUM_RANKS)
     if device == "cpu":
         return {"gloo": RankGroup(shard, folder / "gloo")}
-    ways = {way: RankGroup(shard, folder / way) for way in ("nccl", "one_shot")}
-    ways["nccl"].connect_gpus(device, DTYPE)
-    ways["one_shot"].connect_gpus(device, DTYPE, import_module(EXCHANGE), SIZES[-1])
-    assert ways["one_shot"].one_shot is not None, "These GPUs cannot; the log says why."
+    kernels = import_module(EXCHANGE)
+    usual = kernels.room_of(NUM_RANKS, has_blocks=True)
+    rooms = {
+        "nccl": None,
+        "lines": usual._replace(piece_bytes=0),
+        "blocks": usual._replace(lines_bytes=0),
+    }
+    ways = {way: RankGroup(shard, folder / way) for way in rooms}
+    for way, room in rooms.items():
+        ways[way].connect_gpus(device, DTYPE, None if room is None else kernels, room)
+        assert room is None or ways[way].one_shot, "These GPUs cannot; the log says why."
     return ways
 
 
@@ -71,7 +78,12 @@ def measure(ways: dict[str, RankGroup], arguments: argparse.Namespace) -> list[d
     for size in tqdm(SIZES, desc="sums", unit="size", disable=arguments.rank > 0):
         generator = torch.Generator().manual_seed(arguments.rank)
         values = torch.randn((1, size // DTYPE.itemsize), generator=generator).to(device, DTYPE)
-        totals = [ranks.sum(values.clone()) for ranks in ways.values()]
+        able = {
+            way: each
+            for way, each in ways.items()
+            if not each.one_shot or each.one_shot.takes(values)
+        }
+        totals = [ranks.sum(values.clone()) for ranks in able.values()]
         values.zero_()  # stays so
 
         def sums(ranks: RankGroup, x: torch.Tensor = values) -> None:
@@ -86,7 +98,7 @@ def measure(ways: dict[str, RankGroup], arguments: argparse.Namespace) -> list[d
 
         works = {
             way: partial(sum_us, ranks, replayable(partial(sums, ranks), device))
-            for way, ranks in ways.items()
+            for way, ranks in able.items()
         }
         times = take_turns(works, REPEATS)
         medians = {f"{way}_us": statistics.median(found) for way, found in times.items()}

@@ -17,17 +17,20 @@ import torch
 from interpreted import asked
 from sglang.srt.layers.ops.rank_exchange import (
     BLOCK,
+    BLOCK_BYTES,
     WORD_BYTES,
-    buffer_bytes,
+    Room,
     exchange,
-    num_epochs,
+    takes,
 )
-from sglang.srt.shard import Shard
 
-NUM_BYTES = 3 * BLOCK * WORD_BYTES
+LINES_BYTES, PIECE_BYTES = 3 * BLOCK * WORD_BYTES, 2 * BLOCK_BYTES
 LIMIT_S = 60.0
-# Words of each exchange: whole programs, parts of one, and fewer than before.
-WORDS = (4, 3 * BLOCK, BLOCK + 4, 8, 2 * BLOCK, 4, 4, 3 * BLOCK)
+# Words of each exchange: whole programs, parts of one, and fewer than before, in lines and in
+# blocks; of several pieces.
+MOST, BLOCK_WORDS = 3 * BLOCK, BLOCK_BYTES // WORD_BYTES
+WORDS = (4, MOST, BLOCK + 4, 8, MOST + 4, 2 * BLOCK, BLOCK_WORDS, 2 * BLOCK_WORDS, 4, 4, MOST)
+WORDS += (5 * BLOCK_WORDS + 8, MOST + 4, 2 * BLOCK_WORDS + 4, 4)
 CASES = {
     "two ranks, bfloat16": (2, torch.bfloat16),
     "two ranks, float32": (2, torch.float32),
@@ -48,11 +51,13 @@ def run_rank(rank: int, num_ranks: int, dtype: torch.dtype, names: list[str], re
     memories = [SharedMemory(name) for name in names]
     buffers = [torch.frombuffer(memory.buf, dtype=torch.int64) for memory in memories]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
-    epochs = torch.zeros(num_epochs(NUM_BYTES), dtype=torch.int32)
+    room = Room(num_ranks, LINES_BYTES, PIECE_BYTES)
+    epochs = torch.zeros(room.num_epochs, dtype=torch.int32)
     wrong = 0
     for number in range(len(WORDS)):
         x = message(rank, number, dtype)
-        exchange(x, epochs, addresses, NUM_BYTES, Shard(rank, num_ranks))
+        assert takes(x, room)
+        exchange(x, epochs, addresses, room, rank)
         total = torch.zeros(x.shape)
         for other in range(num_ranks):
             total += message(other, number, dtype).float()
@@ -63,7 +68,7 @@ def run_rank(rank: int, num_ranks: int, dtype: torch.dtype, names: list[str], re
 def errors(num_ranks: int, dtype: torch.dtype) -> float:
     """Runs all ranks; the number of wrong sums."""
     context = mp.get_context("fork")
-    size = buffer_bytes(NUM_BYTES, num_ranks)
+    size = Room(num_ranks, LINES_BYTES, PIECE_BYTES).num_bytes
     memories = [SharedMemory(create=True, size=size) for _ in range(num_ranks)]
     results = context.Queue()
     try:

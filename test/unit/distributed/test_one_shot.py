@@ -1,5 +1,5 @@
-"""Sums of small messages over shared memory: which messages go so, and that all ranks agree on it.
-Memory of the CPU and gloo stand in for the GPUs' memory and torch's kernel."""
+"""Sums over shared memory: which messages go so, and that all ranks agree on it. Memory of the CPU
+and gloo stand in for the GPUs' memory and the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from benchmark.measure import rank_sums
 from sglang.srt.distributed import one_shot
-from sglang.srt.distributed.group import RankGroup
+from sglang.srt.distributed.group import FIRST_MESSAGES, RankGroup
+from sglang.srt.layers.ops import rank_exchange
 from sglang.srt.shard import Shard
 
 NUM_RANKS, LIMIT = 2, 1024
@@ -31,10 +32,13 @@ class FakeNccl:
     def __init__(self, *arguments: Any) -> None: ...
 
 
-class FakeMemory:
-    """Stands in for `_SymmetricMemory`, and for the kernel."""
+class FakeRoom(NamedTuple):
+    num_bytes: int = 4 * LIMIT
+    num_epochs: int = 1
 
-    TYPES = (BF16, FLOAT32)
+
+class FakeMemory:
+    """Stands in for `_SymmetricMemory`, and for the kernels."""
 
     def __init__(self, unable: int | None, lacks: int | None = None) -> None:
         self._unable, self._lacks = unable, lacks
@@ -58,25 +62,22 @@ class FakeMemory:
             raise RuntimeError("CUDA driver error: no peer\nin some file")
         return SimpleNamespace(buffer_ptrs=[shared.data_ptr() - 16] * NUM_RANKS)
 
-    def buffer_bytes(self, num_bytes: int, num_ranks: int) -> int:
-        return num_bytes * num_ranks
-
-    def num_epochs(self, num_bytes: int) -> int:
-        return 1
+    def takes(self, x: torch.Tensor, room: FakeRoom) -> bool:
+        return x.nbytes <= LIMIT
 
     def exchange(
         self,
         x: torch.Tensor,
         epochs: torch.Tensor,
         buffers: torch.Tensor,
-        num_bytes: int,
-        shard: Shard,
+        room: FakeRoom,
+        rank: int,
     ) -> None:
-        assert num_bytes == LIMIT
+        assert room == FakeRoom()
         assert not epochs.any()
         assert (buffers % 16).tolist() == [buffers[0] % 16] * NUM_RANKS
         self.summed.append(x.nbytes)
-        self.ranks[shard.rank]._group.allreduce([x]).wait()
+        self.ranks[rank]._group.allreduce([x]).wait()
 
 
 def connected(
@@ -95,37 +96,55 @@ def connected(
 
 
 @pytest.mark.parametrize(
-    ("num_elements", "dtype", "offset", "is_small"),
+    ("num_elements", "dtype", "offset", "rooms"),
     [
-        (8, BF16, 0, True),
-        (LIMIT // 2, BF16, 0, True),
-        (LIMIT // 4, FLOAT32, 4, True),
-        (LIMIT // 2 + 8, BF16, 0, False),
-        (8, FLOAT16, 0, False),  # it has no such sums
-        (12, BF16, 0, False),  # 24 bytes
-        (8, BF16, 4, False),  # begins after 8 bytes
+        (8, BF16, 0, "LINES and BLOCKS, LINES"),
+        (512, FLOAT16, 0, "LINES and BLOCKS, LINES"),
+        (256, FLOAT32, 4, "LINES and BLOCKS, LINES"),
+        (512 + 8, BF16, 0, "LINES and BLOCKS"),
+        (10**6, BF16, 0, "LINES and BLOCKS"),
+        (8, torch.float64, 0, ""),  # it has no such sums
+        (12, BF16, 0, ""),  # 24 bytes
+        (8, BF16, 4, ""),  # begins after 8 bytes
     ],
 )
-def test_small_messages_that_the_kernel_takes_are_summed_by_it(
-    num_elements: int,
-    dtype: torch.dtype,
-    offset: int,
-    is_small: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_kernels_take_messages_of_whole_vectors(
+    num_elements: int, dtype: torch.dtype, offset: int, rooms: str
+) -> None:
+    lines = rank_exchange.Room(NUM_RANKS, LIMIT, 0)
+    both = lines._replace(piece_bytes=rank_exchange.BLOCK_BYTES)
+    x = torch.zeros(num_elements + offset, dtype=dtype)[offset:]
+    found = {"LINES and BLOCKS": both, "LINES": lines}
+    assert ", ".join(name for name in found if rank_exchange.takes(x, found[name])) == rooms
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_large_messages_go_in_blocks_of_two_ranks_if_asked_for(
+    num_ranks: int, has_blocks: bool
+) -> None:
+    room = rank_exchange.room_of(num_ranks, has_blocks)
+    small = torch.zeros((1 << 18) // (num_ranks - 1) // 4 * 4)
+    assert rank_exchange.takes(small, room)
+    for larger in (torch.zeros(len(small) + 4), torch.zeros(1 << 21)):
+        assert rank_exchange.takes(larger, room) == (num_ranks == 2 and has_blocks)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_messages_that_the_kernels_take_are_summed_by_them(
+    is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, memory, pool = connected(tmp_path, monkeypatch)
-    list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, memory, LIMIT), ranks))
-    assert memory.summed == [LIMIT] * NUM_RANKS, "A first sum of the largest message."
-    values = torch.arange(num_elements * NUM_RANKS).view(NUM_RANKS, -1) % 64
-    wholes = [torch.zeros(num_elements + offset, dtype=dtype) for _ in ranks]
-    for whole, value in zip(wholes, values, strict=True):
-        whole[offset:] = value
-    list(pool.map(lambda rank, whole: rank.sum(whole[None, offset:]), ranks, wholes))
-    for whole in wholes:
-        assert whole[offset:].tolist() == values.sum(0).tolist()
-        assert not whole[:offset].any()
-    assert len(memory.summed) == (2 if is_small else 1) * NUM_RANKS
+    list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, memory, FakeRoom()), ranks))
+    taken = [size for size in FIRST_MESSAGES if size <= LIMIT]
+    assert sorted(memory.summed) == sorted(taken * NUM_RANKS), "First messages compile kernels."
+    num_elements = LIMIT // 4 if is_taken else LIMIT
+    values = torch.arange(NUM_RANKS * num_elements).view(NUM_RANKS, -1)
+    wholes = [value.float()[None] for value in values]
+    found = list(pool.map(lambda rank, x: rank.sum(x), ranks, wholes))
+    for total in found:
+        assert total[0].tolist() == values.sum(0).tolist()
+    assert len(memory.summed) == (len(taken) + is_taken) * NUM_RANKS
 
 
 @pytest.mark.parametrize(
@@ -144,9 +163,9 @@ def test_one_rank_that_cannot_leaves_all_sums_to_nccl(
     """And no rank waits for one that has failed before they meet."""
     ranks, memory, pool = connected(tmp_path, monkeypatch, *problems)
     with caplog.at_level(logging.WARNING):
-        list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, memory, LIMIT), ranks))
+        list(pool.map(lambda rank: rank.connect_gpus("cpu", BF16, memory, FakeRoom()), ranks))
     assert [rank.one_shot for rank in ranks] == [None, None]
-    assert caplog.messages == [f"NCCL sums small messages too, since: {said}"]
+    assert caplog.messages == [f"NCCL sums all messages, since: {said}"]
     assert memory.num_meetings == num_meetings
     messages = [torch.ones((1, 8)) for _ in ranks]
     list(pool.map(lambda rank, x: rank.sum(x), ranks, messages))

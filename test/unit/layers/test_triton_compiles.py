@@ -331,6 +331,19 @@ KERNELS = {
         )
         for type_name, dtype in (("words", torch.float32), ("pairs", torch.bfloat16))
     },
+    "blocks of ranks": Kernel(
+        rank_exchange._exchange_blocks_kernel,
+        {
+            "RANK": 1,
+            "NUM_RANKS": 2,
+            "TYPE": rank_exchange.TYPES[torch.bfloat16],
+            "VECTOR": 8,
+            "BLOCK": rank_exchange.BLOCK_BYTES // 2,
+            "NUM_BLOCKS": rank_exchange.PIECE_BYTES // rank_exchange.BLOCK_BYTES,
+        },
+        num_warps=8,
+        types={"x_ptr": "*bf16", "epochs_ptr": "*i32", "buffers_ptr": "*i64"},
+    ),
     "sum of experts": Kernel(experts.sum_kernel, {"NUM_CHOSEN": 8, "BLOCK": 512}),
     **tree_kernels(
         "prompts",

@@ -128,7 +128,7 @@ VERSIONS = ("driver_version", "code_digest", "metadata.version")
 def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_its_own(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As `--model-impl`, `--tp-size` and SGLANG_NCCL_SUMS choose. A head's depend on its target."""
+    """As `--model-impl`, `--tp-size` and SGLANG_BLOCK_SUMS say. A head's depend on its target."""
 
     def start(
         impl: str = "own",
@@ -150,7 +150,7 @@ def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_i
     settings: list[dict[str, Any]] = [
         {},
         {"impl": "transformers"},
-        {"ranks": ranks_of(0, object())},
+        *({"ranks": ranks_of(0, SimpleNamespace(room=room))} for room in ("lines", "blocks")),
     ]
     settings += [{"other": name} for name in VERSIONS]
     settings += [{key: value} for key, value in CHANGES.items()]

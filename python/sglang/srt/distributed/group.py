@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from sglang.srt.distributed.one_shot import ALIGNMENT, ONE_SHOT_BYTES, Exchange, OneShotSums
+from sglang.srt.distributed.one_shot import Exchange, OneShotSums
 from sglang.srt.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class RankGroup:
         device: str,
         dtype: torch.dtype,
         exchange: Exchange | None = None,
-        one_shot_bytes: int = ONE_SHOT_BYTES,
+        room: Any = None,
     ) -> None:
         """Connects the GPUs of all ranks, and sends first messages of the type that steps send:
         later there may be little memory for what that takes, and a CUDA graph can contain only what
@@ -82,8 +82,8 @@ class RankGroup:
 
         Args:
             device: this rank's.
-            exchange: the kernel that sums small messages, if the GPUs can; None: NCCL sums all.
-            one_shot_bytes: that a rank sends of the largest of them, to all others together.
+            exchange: kernels that sum messages, if the GPUs can; None: NCCL sums all.
+            room: of these kernels, which says what they sum; NCCL sums the rest.
 
         Raises:
             ValueError: if this torch cannot.
@@ -100,37 +100,36 @@ class RankGroup:
         meeting_point = self._meeting_point.with_suffix(".gpus")
         store = dist.FileStore(str(meeting_point), self.shard.num_ranks)
         self._on_gpus = nccl(store, self.shard.rank, self.shard.num_ranks, options)
-        for num_bytes in FIRST_MESSAGES:
-            message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
-            self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
+        self._send_first_messages(device, dtype)
         if exchange is not None:
             apart = dist.PrefixStore("one shot", store)
-            num_bytes = one_shot_bytes // (self.shard.num_ranks - 1) // ALIGNMENT * ALIGNMENT
-            self._connect_one_shot(exchange, apart, device, num_bytes)
-            message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
-            self.sum(message)
+            self._connect_one_shot(exchange, apart, device, room)
+            self._send_first_messages(device, dtype)
         torch.cuda.synchronize()
         self._group.barrier().wait()
         if self.shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
 
+    def _send_first_messages(self, device: str, dtype: torch.dtype) -> None:
+        for num_bytes in FIRST_MESSAGES:
+            message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
+            self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
+
     def _connect_one_shot(
-        self, kernel: Exchange, store: dist.Store, device: str, num_bytes: int
+        self, kernel: Exchange, store: dist.Store, device: str, room: Any
     ) -> None:
-        """Has small messages summed in one exchange, on all ranks or on none."""
+        """Has messages summed in one exchange, on all ranks or on none."""
         store.set_timeout(ONE_SHOT_TIMEOUT)
         made = list[OneShotSums]()
         problem = self._first_problem(
-            lambda: made.append(
-                OneShotSums(kernel, self.shard, self._group, store, device, num_bytes)
-            )
+            lambda: made.append(OneShotSums(kernel, self.shard, self._group, store, device, room))
         )
         # No rank waits in there for one that has failed before.
         problem = problem or self._first_problem(lambda: made[0].connect())
         if not problem:
             self.one_shot = made[0]
         elif self.shard.rank == 0:
-            logger.warning("NCCL sums small messages too, since: %s", problem)
+            logger.warning("NCCL sums all messages, since: %s", problem)
 
     def _first_problem(self, run: Callable[[], None]) -> str:
         """Runs something on all ranks, and returns on all what was wrong on the first one of those

@@ -1,8 +1,8 @@
-"""Sums of small messages of GPUs in one exchange, over memory that all GPUs of the ranks write."""
+"""Sums of messages of GPUs in one exchange, over memory that all GPUs of the ranks write."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -10,38 +10,25 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from sglang.srt.shard import Shard
 
-ONE_SHOT_BYTES = 1 << 20  # that a rank sends, at most; beyond that `rank_sums` has no result
-NAME: Any = "one shot"  # a `GroupName`
-ALIGNMENT = 16  # bytes, of a message and its place in memory
-
 
 class Exchange(Protocol):
-    """The kernel, see `layers/ops/rank_exchange.py`."""
+    """The kernels, see `layers/ops/rank_exchange.py`."""
 
-    TYPES: Any
-
-    def buffer_bytes(self, num_bytes: int, num_ranks: int) -> int: ...
-
-    def num_epochs(self, num_bytes: int) -> int: ...
+    def takes(self, x: torch.Tensor, room: Any) -> bool: ...
 
     def exchange(
-        self,
-        x: torch.Tensor,
-        epochs: torch.Tensor,
-        buffers: torch.Tensor,
-        num_bytes: int,
-        shard: Shard,
+        self, x: torch.Tensor, epochs: torch.Tensor, buffers: torch.Tensor, room: Any, rank: int
     ) -> None: ...
 
 
 class OneShotSums:
     """Sums whose bits are the same on all ranks. Calls must follow each other in one stream; a CUDA
-    graph can contain them. One per process.
+    graph can contain them. One per room in a process.
 
     Args:
         gloo: a group of the same ranks. Torch finds ranks by a named group with any backend.
         store: empty, and the same for all ranks.
-        num_bytes: of the largest message, the same on all ranks.
+        room: of the kernels, the same on all ranks.
 
     Raises:
         RuntimeError: if this rank lacks what it takes. It has waited for no other one.
@@ -54,19 +41,20 @@ class OneShotSums:
         gloo: Any,
         store: dist.Store,
         device: str,
-        num_bytes: int,
+        room: Any,
     ) -> None:
-        self._kernel, self._shard, self._num_bytes = kernel, shard, num_bytes
+        self._kernel, self._shard, self.room = kernel, shard, room
         self._group: Any = dist.ProcessGroup(store, shard.rank, shard.num_ranks)
         backend = dist.ProcessGroup.BackendType.GLOO
         self._group._register_backend(torch.device("cpu"), backend, gloo)
-        self._group._set_group_name(NAME)
-        _register_process_group(NAME, self._group)  # keeps no reference
+        self._name = cast(Any, f"one shot, {room}")  # a `GroupName`
+        self._group._set_group_name(self._name)
+        _register_process_group(self._name, self._group)  # keeps no reference
         place = torch.empty(0, device=device).device  # with its index
-        size = (kernel.buffer_bytes(num_bytes, shard.num_ranks),)
+        size = (room.num_bytes,)
         self._buffer = _SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, place)
         self._buffer.zero_()
-        self._epochs = torch.zeros(kernel.num_epochs(num_bytes), dtype=torch.int32, device=place)
+        self._epochs = torch.zeros(room.num_epochs, dtype=torch.int32, device=place)
         self._buffers = torch.zeros(shard.num_ranks, dtype=torch.int64, device=place)
         if place.type == "cuda":
             torch.cuda.synchronize(place)  # others may write once they know where
@@ -78,21 +66,16 @@ class OneShotSums:
         Raises:
             RuntimeError: if the GPUs cannot, or another rank does not come.
         """
-        self._memory = _SymmetricMemory.rendezvous(self._buffer, NAME)  # as long as it is written
+        # Kept as long as it is written.
+        self._memory = _SymmetricMemory.rendezvous(self._buffer, self._name)
         addresses = self._memory.buffer_ptrs
         offset = self._buffer.data_ptr() - addresses[self._shard.rank]
         self._buffers.copy_(torch.tensor([address + offset for address in addresses]))
 
     def takes(self, x: torch.Tensor) -> bool:
         """Tells whether it can sum x, whose shape, type and place in memory are those of all."""
-        return (
-            x.device == self._buffer.device
-            and x.dtype in self._kernel.TYPES
-            and x.nbytes <= self._num_bytes
-            and x.nbytes % ALIGNMENT == 0
-            and x.storage_offset() * x.element_size() % ALIGNMENT == 0
-        )
+        return x.device == self._buffer.device and self._kernel.takes(x, self.room)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Overwrites x, which is contiguous, with the sum of all ranks'."""
-        self._kernel.exchange(x, self._epochs, self._buffers, self._num_bytes, self._shard)
+        self._kernel.exchange(x, self._epochs, self._buffers, self.room, self._shard.rank)

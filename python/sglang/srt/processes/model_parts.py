@@ -108,8 +108,12 @@ def make_model_parts(
         if ranks is not None:
             with start_phase("Connecting the GPUs of all ranks"):
                 execution = config.execution
-                exchange = None if environ.nccl_sums else import_module(EXCHANGE)
-                ranks.connect_gpus(execution.device, getattr(torch, execution.dtype), exchange)
+                exchange = room = None
+                if not environ.nccl_sums:
+                    exchange = import_module(EXCHANGE)
+                    room = exchange.room_of(ranks.shard.num_ranks, environ.block_sums)
+                dtype = getattr(torch, execution.dtype)
+                ranks.connect_gpus(execution.device, dtype, exchange, room)
     runners = make_runners(config.execution, *draft_models, ranks=ranks)
     prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace if is_first else None

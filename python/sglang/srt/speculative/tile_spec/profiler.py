@@ -201,7 +201,7 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
 def measured_with(runner: ModelRunner) -> dict[str, str]:
     """Returns what the prices of a runner's steps depend on."""
     config, keys, ranks = runner.config, runner.graph_keys, runner.ranks
-    has_one_shot = ranks is not None and ranks.one_shot is not None
+    room = None if ranks is None or ranks.one_shot is None else ranks.one_shot.room
     fields = {name: getattr(config, name) for name in TIMED_FIELDS}
     graphs = [] if keys is None else [dataclasses.astuple(key) for key in keys.all]
     return {
@@ -209,7 +209,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "code of the model": config.model.impl,
         "setting": _digest([fields, sorted(config.draft_steps)]),
         "set of graphs": _digest(graphs),
-        "ranks": f"{config.model.shard.num_ranks}{', one-shot sums' if has_one_shot else ''}",
+        "ranks": f"{config.model.shard.num_ranks}, {room or 'sums by the library'}",
         "GPU": Platform.probe().device_name,
         "driver": driver_version(),
         "torch": str(torch.__version__),
