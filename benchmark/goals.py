@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-STARTUP_S = {"cold": 25.0, "warm": 9.0}  # process start to the first answer, at most
-
 
 class HeadlineGoal(NamedTuple):
     """A figure of the headline that is asked for.

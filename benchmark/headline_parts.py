@@ -26,9 +26,10 @@ from unittest import mock
 
 import sglang
 from benchmark import http_load
+from benchmark.cold_starts import starts
 from benchmark.engine_load import Budget, batch_wall_s, random_prompts
 from benchmark.experiments import LOAD_AWARE, MTP_WAYS, PLAIN, TILE_SPEC_WAYS, VERIFIED
-from benchmark.measure import long_prompts, startup
+from benchmark.measure import long_prompts
 from benchmark.mtp_model import (
     code_prompts,
     drafter_flags,
@@ -153,7 +154,7 @@ def measure_server(setting: Setting) -> Found:
     seconds_of: dict[str, list[float]] = {"cold": [], "warm": []}
     with random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder:
         command = server_command(dummy_flags(folder) | {"log_level": None})
-        for run, server, seconds in startup.starts(command, NUM_WARM, START_LIMIT_S, num_new=1):
+        for run, server, seconds in starts(command, NUM_WARM, START_LIMIT_S):
             seconds_of[run].append(seconds)
             print(f"{run} start: {seconds:.1f} s", flush=True)
             if len(seconds_of["warm"]) == NUM_WARM:

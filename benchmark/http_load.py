@@ -53,10 +53,10 @@ def bodies(prompts: Sequence[list[int]], num_new: int) -> list[bytes]:
     ]
 
 
-async def answer_once(port: int, num_new: int) -> None:
-    """Waits for the whole answer to a short prompt."""
+async def first_token(port: int) -> None:
+    """Waits for the first token after a short prompt."""
     client = await StreamClient.connect(port)
-    [body] = bodies([[3, 4, 5]], num_new)
+    [body] = bodies([[3, 4, 5]], num_new=1)
     await client.generate(body)
     client.close()
 

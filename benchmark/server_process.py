@@ -66,26 +66,25 @@ def _is_healthy(port: int) -> bool:
 
 
 class ServerLog:
-    """The lines that a server writes, each with the time of its arrival, read by a thread."""
+    """The lines that a server writes, read by a thread."""
 
-    def __init__(self, process: subprocess.Popen[str], start_s: float, file: TextIO | None) -> None:
+    def __init__(self, process: subprocess.Popen[str], file: TextIO | None) -> None:
         self._file = file
-        self.lines: list[tuple[float, str]] = []
+        self.lines: list[str] = []
         self._process = process
-        self._start_s = start_s
         self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.lines.append((round(time.perf_counter() - self._start_s, 3), line.rstrip()))
+            self.lines.append(line.rstrip())
             if self._file is not None:
                 print(line, end="", file=self._file, flush=True)
 
     def tail(self) -> str:
         """For a message."""
-        return "\n".join(line for _, line in self.lines[-15:])
+        return "\n".join(self.lines[-15:])
 
 
 @dataclass(frozen=True)
@@ -103,26 +102,23 @@ class RunningServer:
     start_s: float
     healthy_s: float
 
-    def stop(self) -> float:
-        """Ends the server; seconds until it and all of its processes were gone.
+    def stop(self) -> None:
+        """Ends the server and all of its processes.
 
         Raises:
             StartError: if they do not end, or not well.
         """
         children = psutil.Process(self.process.pid).children(recursive=True)
-        start = time.perf_counter()
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(timeout=STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise StartError(f"The server did not end within {STOP_LIMIT_S:g} s.") from None
         _, left = psutil.wait_procs(children, timeout=5)
-        seconds = time.perf_counter() - start
         for child in left:
             child.kill()
         if code != 0 or left:
             raise StartError(f"The server ended with {code}; {len(left)} of its processes did not.")
-        return seconds
 
 
 @contextmanager
@@ -157,7 +153,7 @@ def running_server(
         errors="replace",
         env={**os.environ, **environ},
     )
-    log = ServerLog(process, start, log_file)
+    log = ServerLog(process, log_file)
     try:
         wait_until_healthy(process, port, start + limit_s, show)
         yield RunningServer(process, port, log, start, time.perf_counter() - start)
