@@ -102,7 +102,7 @@ def test_the_table_has_a_line_for_each_batch_and_one_for_prompts() -> None:
         "of_dense": 0.5,
         "at_least": 0.6,
     }
-    lines = expert_model([result]).split("\n")
+    lines = expert_model(result).split("\n")
     assert lines[2] == (
         "| decode step, batch of 1 | 7.00 ms | 3.0 (2 to 4) | 0.00 ms | 1.60 | <= 1.7 | yes |"
     )
