@@ -77,7 +77,7 @@ PYTHON="$(find_python)"
 "$PYTHON" -m pip --version >/dev/null 2>&1 ||
     fail "$PYTHON has no pip. Name a Python that has it: PYTHON=/path/to/python bash $0"
 TMP="$(mktemp -d)"
-trap 'stop_child || true; rm -rf "$TMP"' EXIT
+trap 'rm -rf "$TMP"' EXIT
 
 # Asks pip, round by round, for all packages known so far and reads what those need, until nothing
 # new appears. So pip never looks at an excluded package: torch alone would be gigabytes. The

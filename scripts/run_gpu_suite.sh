@@ -186,14 +186,18 @@ import psutil, pytest, pytest_timeout, hypothesis, httpx, transformers' 2>"$TMP/
 
 ROWS=()
 FAILED=0
+TESTS="" # that run now, ended however we end
 
 run_step() { # <name> <command...>
     local name="$1" log status=0 verdict=ok start=$SECONDS last
     shift
     log="$RESULTS/$name.log"
-    printf '\n=== %s (at most %s s)\n' "$name" "$TEST_LIMIT_S"
+    printf '\n=== %s (at most %s s, log %s)\n' "$name" "$TEST_LIMIT_S" "$log"
     printf '$ %s\n' "$*" >"$log"
-    run_shown "$name" "$log" timeout --kill-after=30 "$TEST_LIMIT_S" "$@" || status=$?
+    timeout --kill-after=30 "$TEST_LIMIT_S" "$@" </dev/null >>"$log" 2>&1 &
+    TESTS=$!
+    wait "$TESTS" || status=$?
+    TESTS=""
     case "$status" in
         0) ;;
         124 | 137) verdict="TIME LIMIT" ;;
@@ -232,7 +236,7 @@ HOST="$(check_gpu)" || exit 1
 printf '%s\n' "$HOST"
 
 TMP="$(mktemp -d)"
-trap 'stop_child || true; rm -rf "$TMP"' EXIT
+trap '[ -z "$TESTS" ] || kill -TERM "$TESTS"; rm -rf "$TMP"' EXIT
 SITE="$(realpath -m -- "${SITE:-$TMP/site}")"
 # A folder of results that is made here stays out of git, so that results do not say "dirty".
 [ -d "$RESULTS" ] || { mkdir -p "$RESULTS" && printf '*\n' >"$RESULTS/.gitignore"; }
