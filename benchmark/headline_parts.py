@@ -159,9 +159,9 @@ def measure_server(setting: Setting) -> Found:
             print(f"{run} start: {seconds:.1f} s", flush=True)
             if len(seconds_of["warm"]) == NUM_WARM:
                 seeds = itertools.count()
-                found = http_load.measure(server.port, load, setting.vocab_size, seeds)
+                runs = http_load.measure(server.port, load, setting.vocab_size, seeds)
     figures = [
-        Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in found["runs"]])
+        Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in runs])
         for name, unit, key in (
             ("output", "tokens/s", "tok_s"),
             ("first token p50", "ms", "first_token_p50_ms"),
@@ -171,7 +171,7 @@ def measure_server(setting: Setting) -> Found:
     figures += [
         Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in seconds_of.items()
     ]
-    return {"figures": figures, "http": found}
+    return {"figures": figures, "http": runs}
 
 
 def measure_eagle(setting: Setting) -> Found:

