@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -33,17 +33,11 @@ def free_port() -> int:
         return port
 
 
-def wait_until_healthy(
-    process: subprocess.Popen[str],
-    port: int,
-    deadline_s: float,
-    show: Callable[[], None] = lambda: None,
-) -> None:
+def wait_until_healthy(process: subprocess.Popen[str], port: int, deadline_s: float) -> None:
     """Returns when /health answers 200.
 
     Args:
         deadline_s: of `time.perf_counter`.
-        show: is called while the server is not ready.
 
     Raises:
         StartError: if the server ends first, or it takes too long.
@@ -53,7 +47,6 @@ def wait_until_healthy(
             raise StartError(f"The server ended with {process.returncode} while starting.")
         if time.perf_counter() > deadline_s:
             raise StartError("The server was not ready in time.")
-        show()
         time.sleep(POLL_S)
 
 
@@ -128,7 +121,6 @@ def running_server(
     limit_s: float,
     port: int | None = None,
     log_file: TextIO | None = None,
-    show: Callable[[], None] = lambda: None,
 ) -> Iterator[RunningServer]:
     """A server once it is healthy; whatever is left of it after the block is killed.
 
@@ -137,7 +129,6 @@ def running_server(
         environ: added to this process's own.
         port: that it listens on; None: a free one.
         log_file: gets its log too.
-        show: see `wait_until_healthy`.
 
     Raises:
         StartError: with the end of the server's log, also if the block raises one.
@@ -155,7 +146,7 @@ def running_server(
     )
     log = ServerLog(process, log_file)
     try:
-        wait_until_healthy(process, port, start + limit_s, show)
+        wait_until_healthy(process, port, start + limit_s)
         yield RunningServer(process, port, log, start, time.perf_counter() - start)
     except StartError as error:
         raise StartError(f"{error}\n{log.tail()}") from None

@@ -88,20 +88,16 @@ def serve(port: int, log: Path, is_once: bool) -> None:
     Raises:
         StartError: the server did not start, answer or end as it should.
     """
-    url, start = f"http://127.0.0.1:{port}", time.monotonic()
+    url = f"http://127.0.0.1:{port}"
     # Where Linux can, the server gets SIGTERM when this process is killed outright.
     on_death = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-
-    def show_wait() -> None:
-        if sys.stdout.isatty():
-            print(f"\r      waiting: {time.monotonic() - start:.0f} s", end="", flush=True)
 
     print(f"      python -m sglang.launch_server --model-path demo --port {port}", flush=True)
     with (
         log.open("w", encoding="utf-8") as file,
-        running_server([*on_death, *COMMAND], {}, READY_LIMIT_S, port, file, show_wait) as server,
+        running_server([*on_death, *COMMAND], {}, READY_LIMIT_S, port, file) as server,
     ):
-        print(f"\r      ready after {server.healthy_s:.1f} s")
+        print(f"      ready after {server.healthy_s:.1f} s")
         print("[4/4] One completion, as it is generated (POST /generate)\n")
         try:
             stream(url)
