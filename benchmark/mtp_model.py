@@ -33,7 +33,6 @@ HEADS = {
     NEXTN: "demo-nextn",
     STANDALONE: "demo-draft",
 }
-DEFAULT_DRAFT_GEOMETRY = "llama-3.2-1b"
 DRAFT_VOCAB_SIZE = 32000  # of published EAGLE-3 heads for this geometry
 
 
@@ -99,8 +98,7 @@ def inflate_words(drafter: str, arguments: argparse.Namespace) -> list[str]:
     is_small = arguments.geometry == "tiny"
     if arguments.algorithm == STANDALONE:
         device = "cpu" if arguments.device == "cpu" else "cuda"
-        geometry = vars(arguments).get("draft_geometry") or DEFAULT_DRAFT_GEOMETRY
-        geometry = "tiny-draft" if is_small else geometry
+        geometry = "tiny-draft" if is_small else "llama-3.2-1b"
         return ["--model-path", drafter, "--geometry", geometry, "--device", device]
     words = ["--head", drafter, "--algorithm", arguments.algorithm]
     words += ["--geometry", arguments.geometry]
