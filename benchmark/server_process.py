@@ -33,6 +33,17 @@ def free_port() -> int:
         return port
 
 
+def is_free(port: int) -> bool:
+    """Tells whether nothing listens on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 def wait_until_healthy(process: subprocess.Popen[str], port: int, deadline_s: float) -> None:
     """Returns when /health answers 200.
 

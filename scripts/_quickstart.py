@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -15,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmark.server_process import StartError, free_port, running_server  # noqa: E402
+from benchmark.server_process import StartError, free_port, is_free, running_server  # noqa: E402
 
 PORT, READY_LIMIT_S = 30000, 180.0
 PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
@@ -29,16 +28,6 @@ The server answers at {url}. Try:
 
 Its log: {log}
 Serving. Ctrl-C stops it."""
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def choose_port(wanted: int | None) -> int:

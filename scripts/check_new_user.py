@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,9 @@ from pathlib import Path
 from check_dockerfile import build_context
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "test/support"))
+sys.path[:0] = [str(ROOT), str(ROOT / "test/support")]
 
+from benchmark.server_process import is_free  # noqa: E402
 from page_blocks import Block, blocks_of  # noqa: E402
 
 PORT = 30000  # of a server, where README names none
@@ -172,10 +172,8 @@ def git(checkout: Path, *words: str) -> str:
 
 
 def main() -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if probe.connect_ex(("127.0.0.1", PORT)) == 0:
-            sys.exit(f"FAILED: port {PORT}, which README.md uses, is taken. Stop what has it.")
+    if not is_free(PORT):
+        sys.exit(f"FAILED: port {PORT}, which README.md uses, is taken. Stop what has it.")
     with tempfile.TemporaryDirectory() as name:
         checkout = build_context(Path(name, "checkout"))
         git(checkout, "init", "-q")

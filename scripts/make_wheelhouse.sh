@@ -170,7 +170,4 @@ OTHERS="$(find "$DIR" -mindepth 1 -maxdepth 1 ! -name '*.whl' -print -quit)"
 find "$DIR" -maxdepth 1 -name '*.whl' -delete
 mv "$TMP"/new/*.whl "$DIR"/
 
-(cd "$DIR" && du -b -- *.whl | sort -k 2 |
-    awk '{ printf "%8.2f MB  %s\n", $1 / 1e6, $2; total += $1 }
-         END { printf "%8.2f MB  in %d wheels\n", total / 1e6, NR }')
-printf 'Wheelhouse: %s\n' "$DIR"
+printf 'Wheelhouse: %s, %s\n' "$DIR" "$(du -sh "$DIR" | cut -f 1)"

@@ -39,6 +39,8 @@ MOST_OVER_READING = {1: 1.7, 32: 1.3, 128: 1.3}  # by requests of a batch
 LEAST_OF_DENSE = 0.6  # of its operations per second in prompts
 PROMPT_TOKENS, PROMPT_REPEATS = 4096, 5
 WARM_STEPS, STEPS, ROUNDS = 8, 32, 3
+COMPARED_GEOMETRIES = "qwen3-30b-a3b", "llama-3.1-8b"  # of experts, and dense
+TRIAL_GEOMETRIES = "tiny-experts", "tiny"
 
 
 @dataclass
@@ -239,15 +241,11 @@ def main() -> None:
     """Measures, prints, writes the result."""
     parser = make_parser(__doc__, "expert_model")
     add = parser.add_argument
-    experts = [name for name, each in GEOMETRIES.items() if isinstance(each, ExpertGeometry)]
-    add("--geometry", choices=experts)
-    add("--dense", choices=[name for name in GEOMETRIES if name not in experts])
     add("--batch-sizes", type=int, nargs="+", default=[*MOST_OVER_READING])
     add("--device", default="auto")
     arguments: argparse.Namespace = parser.parse_args()
     is_trial = arguments.device == "cpu"
-    geometry = arguments.geometry or ("tiny-experts" if is_trial else "qwen3-30b-a3b")
-    dense = arguments.dense or ("tiny" if is_trial else "llama-3.1-8b")
+    geometry, dense = TRIAL_GEOMETRIES if is_trial else COMPARED_GEOMETRIES
     num_tokens = 64 if is_trial else PROMPT_TOKENS
     (prompt, decodes), (dense_prompt, _) = (
         in_own_process(name, arguments.device, num_tokens, arguments.batch_sizes)

@@ -82,13 +82,12 @@ def adaptive_stationary(result: Result) -> str:
                     "yes" if is_steady else "**no**",
                 ]
             )
-    asked = [
-        f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts",
-        f"{MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}.",
-        "Medians of the rounds; rounds:",
-        f"{result['rounds']}.",
-    ]
-    return table(head, rows) + "\n" + " ".join(asked) + "\n"
+    return (
+        f"{table(head, rows)}\n"
+        f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts"
+        f" {MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}."
+        f" Medians of the rounds; rounds: {result['rounds']}.\n"
+    )
 
 
 def adaptive_costs(result: Result) -> str:
