@@ -10,6 +10,12 @@ fail() {
     exit 1
 }
 
+misused() { # <what is wrong with the arguments>; of a script with `usage`
+    printf '%s\n' "$*" >&2
+    usage >&2
+    exit 2
+}
+
 find_python() { # prints a Python of at least 3.11
     local name
     for name in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do

@@ -26,12 +26,6 @@ FLASHINFER="flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11"
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 
-misused() {
-    printf '%s\n' "$*" >&2
-    usage >&2
-    exit 2
-}
-
 DIR=""
 EXTRA=""
 declare -A GIVEN=([python]=3.12 [platform]=manylinux_2_34_x86_64)

@@ -24,12 +24,6 @@ TEXT
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 
-misused() {
-    printf '%s\n' "$*" >&2
-    usage >&2
-    exit 2
-}
-
 PYTHON="${PYTHON:-python3}"
 declare -A GIVEN=([out]="$ROOT/gpu_results" [wheelhouse]= [site]= [gpu-tests]=test/gpu [ways]= [workers]=8 [tests]= [test-limit]=900)
 while [ $# -gt 0 ]; do
@@ -80,9 +74,9 @@ target_of() { # <way>: SGLANG_TEST_TARGET (test/support/target.py); fails if the
     printf '{%s}' "$flags"
 }
 
+command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
 WAY_NAMES=() BACKENDS=()
 if [ -n "$WAYS" ]; then
-    command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
     read -r -a BACKENDS < <(PYTHONPATH="$ROOT/python" "$PYTHON" -c \
         'from sglang.srt.registry import ATTENTION_BACKENDS; print(*ATTENTION_BACKENDS.names)') ||
         fail "$PYTHON cannot read the names of attention backends."
@@ -231,7 +225,6 @@ run_way() { # <way>
 }
 
 printf '[1/3] Host\n'
-command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
 HOST="$(check_gpu)" || exit 1
 printf '%s\n' "$HOST"
 

@@ -193,14 +193,6 @@ def profile_prompt(
     return {"load": f"{num_tokens:,} tokens", "wall_us": wall_us, "tflop_s": tflop_s, **found}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_random_parser(__doc__, "kernel_times")
-    add = parser.add_argument
-    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    add("--prompts", type=int, nargs="*", default=[], metavar="TOKENS", help="instead of steps")
-    return parser.parse_args(argv)
-
-
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per batch, or per prompt."""
     of_steps = {
@@ -224,7 +216,11 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Profiles, prints a table, writes the result."""
-    arguments = parse()
+    parser = make_random_parser(__doc__, "kernel_times")
+    add = parser.add_argument
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    add("--prompts", type=int, nargs="*", default=[], metavar="TOKENS", help="instead of steps")
+    arguments = parser.parse_args()
     rows = measure(arguments)
     for row in rows:
         speeds = row.get("tflop_s", {}).items()

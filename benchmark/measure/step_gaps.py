@@ -127,7 +127,8 @@ def measure_value(
     return {"max_step_ms": value, "bound_ms": bound_ms, **found}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def main() -> None:
+    """Measures, prints a table; the result is written after every Engine."""
     parser = make_random_parser(__doc__, "step_gaps")
     add = parser.add_argument
     values = [DEFAULT, "0", "20", "40", "80"]
@@ -137,12 +138,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output-len", type=int, default=3000, help="of a stream, more than it gets to")
     add("--prompt-len", type=int, default=CONTEXT_LEN - SPARE_TOKENS, help="of a long prompt")
     add("--repeats", type=int, default=3, help="long prompts")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Measures, prints a table; the result is written after every Engine."""
-    arguments, seeds = parse(), itertools.count()
+    arguments, seeds = parser.parse_args(), itertools.count()
     rows: list[dict[str, Any]] = []
     result = {
         **describe_environment(),
