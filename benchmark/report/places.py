@@ -66,34 +66,6 @@ class Table:
         return text
 
 
-@dataclass(frozen=True)
-class Plot:
-    """An SVG file in docs/.
-
-    Attributes:
-        measure: module of benchmark/measure/ whose result it is made of, with its arguments.
-        result: its file in benchmark/results/.
-        draw: takes the result and the path to write.
-    """
-
-    measure: str
-    result: str
-    draw: Callable[[Result, Path], None]
-
-    def write(self, root: Path, path: Path) -> None:
-        """Draws the result under `root`.
-
-        Raises:
-            SystemExit: without a result or matplotlib; the message names the remedy.
-        """
-        found = read_results(root, self.result)
-        if not found:
-            sys.exit(
-                f"There is no {RESULTS}/{self.result}: python -m benchmark.measure.{self.measure}"
-            )
-        self.draw(*found, path)
-
-
 README, MTP, PERFORMANCE = "README.md", "docs/mtp.md", "docs/performance.md"
 MODELS = "docs/models.md"
 RELIABILITY, ADAPTIVE = "docs/reliability.md", "docs/adaptive.md"
@@ -147,8 +119,18 @@ TABLES = {
         faults=document_tables.faults,
     ),
 }
-PLOTS = {
-    "adaptive_steps.svg": Plot(
-        "experiment adaptive_steps", "adaptive_steps.json", plots.draw_adaptive_steps
-    ),
-}
+PLOTS = {"adaptive_steps.svg": plots.draw_adaptive_steps}  # each of the experiment of its name
+
+
+def draw_plot(name: str, root: Path) -> None:
+    """Draws a file of docs/ from the result under `root`.
+
+    Raises:
+        SystemExit: without a result or matplotlib; the message names the remedy.
+    """
+    experiment = name.removesuffix(".svg")
+    found = read_results(root, f"{experiment}.json")
+    if not found:
+        command = f"python -m benchmark.measure.experiment {experiment}"
+        sys.exit(f"There is no {RESULTS}/{experiment}.json: {command}")
+    PLOTS[name](*found, root / "docs" / name)
