@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,13 +75,3 @@ def take_turns(
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Round by round."""
     return [a / b for a, b in zip(mine, theirs, strict=True)]
-
-
-def median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
-    return statistics.median(ratios(mine, theirs))
-
-
-def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Summarizes each figure over the runs."""
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}

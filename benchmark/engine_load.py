@@ -30,13 +30,11 @@ class LoadResult:
         seconds: of the laps that count.
         num_tokens: new tokens within them.
         tokens_per_step: of one request, over all requests.
-        verified_drafts: per step of a request that verified any; None if none did.
     """
 
     seconds: float
     num_tokens: float
     tokens_per_step: float
-    verified_drafts: float | None = None
 
     @property
     def tok_s(self) -> float:
@@ -155,7 +153,6 @@ def _result_within(spans: Sequence[_Span], begin: float, end: float) -> LoadResu
         end - begin,
         _tokens_within(spans, begin, end),
         sum(span.num_tokens for span in spans) / max(1, sum(span.num_steps for span in spans)),
-        _verified_drafts([span.answer["meta_info"] for span in spans]),
     )
 
 
@@ -170,12 +167,6 @@ def _tokens_within(spans: Sequence[_Span], begin: float, end: float) -> float:
         speed = span.speed if span.is_whole else speeds.get(span.place, span.speed)
         found += speed * shared
     return found
-
-
-def _verified_drafts(meta_infos: list[dict[str, Any]]) -> float | None:
-    num_steps = sum(info.get("spec_verify_ct", 0) for info in meta_infos)
-    num_drafts = sum(info.get("spec_num_proposed_drafts", 0) for info in meta_infos)
-    return num_drafts / num_steps if num_steps else None
 
 
 def random_prompts(

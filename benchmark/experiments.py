@@ -161,29 +161,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 TILED = {
     f"TileSpec, {name}": {**flags, "tile_spec": True} for name, flags in (OTHERS | STATIC).items()
 }
-SWEPT_DRAFTS = {3: (1.0, 1.5, 2.0), 5: (1.0, 1.5, 2.0, 3.0), 7: (1.5, 2.5, 4.0)}  # by steps
-# So many drafts of a request are verified on average, the likeliest of all: an oracle of TileSpec's
-# choice is the best of these.
-SWEPT = {
-    f"swept {steps}:{count:g}": EngineWay(
-        is_drafted=True,
-        flags={**STATIC[f"static {steps}"], "tile_spec": True},
-        verified_drafts=count,
-    )
-    for steps, counts in SWEPT_DRAFTS.items()
-    for count in counts
-}
 TILE_SPEC_WAYS = {
     PLAIN: EngineWay(),
     **{
         name: EngineWay(is_drafted=True, flags=flags)
         for name, flags in (STATIC | OTHERS | TILED).items()
     },
-    **SWEPT,
 }
 
-
-# One of fixed numbers is an oracle's.
 tiled_beside_others = beside_others(TILED)
 
 # ---------------------------------------------------------------- adaptive numbers of drafts

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-STARTUP_S = {"cold": 25.0, "warm": 9.0}  # process start to the first answer, at most
-
 
 class HeadlineGoal(NamedTuple):
     """A figure of the headline that is asked for.
@@ -70,7 +68,6 @@ def is_reached(figure: dict[str, Any], goal: HeadlineGoal) -> bool:
     return bool(figure["value"] <= goal.asked if is_time else figure["value"] >= goal.asked)
 
 
-MAX_GAP_RATIO = 1.2  # of the longest gap beside a long prompt to --max-step-ms
 MIN_DETERMINISTIC_OVER_PLAIN = 0.9  # tokens/s with sums in fixed orders, at up to 128 requests
 MIN_MAY_ASK_OVER_PLAIN = 0.99  # tokens/s of requests that do not ask for it, where they may
 MIN_HIDDEN_OVER_OWN_KIND = 0.97  # tokens/s of requests with files of hidden states, of others

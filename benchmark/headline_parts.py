@@ -26,9 +26,10 @@ from unittest import mock
 
 import sglang
 from benchmark import http_load
+from benchmark.cold_starts import starts
 from benchmark.engine_load import Budget, batch_wall_s, random_prompts
 from benchmark.experiments import LOAD_AWARE, MTP_WAYS, PLAIN, TILE_SPEC_WAYS, VERIFIED
-from benchmark.measure import long_prompts, startup
+from benchmark.measure import long_prompts
 from benchmark.mtp_model import (
     code_prompts,
     drafter_flags,
@@ -153,14 +154,14 @@ def measure_server(setting: Setting) -> Found:
     seconds_of: dict[str, list[float]] = {"cold": [], "warm": []}
     with random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder:
         command = server_command(dummy_flags(folder) | {"log_level": None})
-        for run, server, seconds in startup.starts(command, NUM_WARM, START_LIMIT_S, num_new=1):
+        for run, server, seconds in starts(command, NUM_WARM, START_LIMIT_S):
             seconds_of[run].append(seconds)
             print(f"{run} start: {seconds:.1f} s", flush=True)
             if len(seconds_of["warm"]) == NUM_WARM:
                 seeds = itertools.count()
-                found = http_load.measure(server.port, load, setting.vocab_size, seeds)
+                runs = http_load.measure(server.port, load, setting.vocab_size, seeds)
     figures = [
-        Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in found["runs"]])
+        Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in runs])
         for name, unit, key in (
             ("output", "tokens/s", "tok_s"),
             ("first token p50", "ms", "first_token_p50_ms"),
@@ -170,7 +171,7 @@ def measure_server(setting: Setting) -> Found:
     figures += [
         Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in seconds_of.items()
     ]
-    return {"figures": figures, "http": found}
+    return {"figures": figures, "http": runs}
 
 
 def measure_eagle(setting: Setting) -> Found:

@@ -1,9 +1,9 @@
 """Streams of /generate that a launched server gives: how soon and how evenly their tokens come.
 
 Random weights, the server's default flags, greedy, fresh random prompts. A closed loop: so many
-clients, each sends its next request when its answer is there. Then one request at a time. The
-clients are one process that reads no event but the last of an answer; what it takes of a core is in
-the result. A gap is the time between two tokens of one stream.
+clients, each sends its next request when its answer is there. The clients are one process that
+reads no event but the last of an answer; what it takes of a core is in the result. A gap is the
+time between two tokens of one stream.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmark.command import medians
 from benchmark.engine_load import random_prompts
 from benchmark.sse_client import StreamClient, StreamedAnswer
 from sglang.benchmark.metrics import percentile
 
-ALONE_OUTPUT_LEN = 16
+WARM_OUTPUT_LEN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +30,12 @@ class HttpLoad:
 
     Attributes:
         clients: streams at once.
-        num_alone: requests one at a time.
         input_len, output_len: tokens of each.
         repeats: of the load of many clients.
     """
 
     clients: int = 128
     num_requests: int = 512
-    num_alone: int = 8
     input_len: int = 512
     output_len: int = 128
     repeats: int = 2
@@ -53,10 +50,10 @@ def bodies(prompts: Sequence[list[int]], num_new: int) -> list[bytes]:
     ]
 
 
-async def answer_once(port: int, num_new: int) -> None:
-    """Waits for the whole answer to a short prompt."""
+async def first_token(port: int) -> None:
+    """Waits for the first token after a short prompt."""
     client = await StreamClient.connect(port)
-    [body] = bodies([[3, 4, 5]], num_new)
+    [body] = bodies([[3, 4, 5]], num_new=1)
     await client.generate(body)
     client.close()
 
@@ -90,27 +87,22 @@ def summarize(answers: Sequence[StreamedAnswer], seconds: float) -> dict[str, An
     return {
         "tok_s": round(num_tokens / seconds, 1),
         "first_token_p50_ms": round(percentile(first_ms, 0.5), 2),
-        "first_token_p99_ms": round(percentile(first_ms, 0.99), 2),
         "gap_p50_ms": round(percentile(gaps_ms, 0.5), 2),
         "gap_p99_ms": round(percentile(gaps_ms, 0.99), 2),
-        "gap_max_ms": round(max(gaps_ms, default=0.0), 2),
-        "num_tokens": num_tokens,
-        "num_events": sum(len(answer.events_s) for answer in answers),
     }
 
 
-def measure(port: int, load: HttpLoad, vocab_size: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """The load of many clients, then of one; both are warmed up by a run that does not count."""
+def measure(
+    port: int, load: HttpLoad, vocab_size: int, seeds: Iterator[int]
+) -> list[dict[str, Any]]:
+    """The figures of each run of the load, which is warmed up by a run that does not count."""
 
-    def run(count: int, num_new: int, num_clients: int) -> dict[str, Any]:
+    def run(count: int, num_new: int) -> dict[str, Any]:
         prompts = random_prompts(count, load.input_len, vocab_size, next(seeds))
-        return asyncio.run(closed_loop(port, bodies(prompts, num_new), num_clients))
+        return asyncio.run(closed_loop(port, bodies(prompts, num_new), load.clients))
 
-    run(load.clients, min(load.output_len, ALONE_OUTPUT_LEN), load.clients)
-    runs = [
-        run(load.num_requests, load.output_len, load.clients)
+    run(load.clients, min(load.output_len, WARM_OUTPUT_LEN))
+    return [
+        run(load.num_requests, load.output_len)
         for _ in tqdm(range(load.repeats), desc=f"{load.clients} at once", unit="run")
     ]
-    run(2, ALONE_OUTPUT_LEN, 1)
-    alone = run(load.num_alone, ALONE_OUTPUT_LEN, 1)
-    return {"at_once": medians(runs), "runs": runs, "alone": alone}

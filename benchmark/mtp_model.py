@@ -23,7 +23,7 @@ from benchmark.paired import MIN_PROMPTS
 from sglang.srt.model_config import resolve_model_path
 
 INFLATED = "inflated"
-LONG_CHUNK = 8192  # prompt tokens of a step
+LONG_CHUNK = 8192  # prompt tokens of a step: soon all requests decode
 SPARE_CONTEXT = 16  # tokens that requests could have beyond those that they are given
 STANDALONE = "STANDALONE"
 NEXTN = "NEXTN"
@@ -33,7 +33,6 @@ HEADS = {
     NEXTN: "demo-nextn",
     STANDALONE: "demo-draft",
 }
-DEFAULT_DRAFT_GEOMETRY = "llama-3.2-1b"
 DRAFT_VOCAB_SIZE = 32000  # of published EAGLE-3 heads for this geometry
 
 
@@ -50,8 +49,6 @@ def make_mtp_parser(doc: str | None, result_name: str) -> argparse.ArgumentParse
     add("--budget-s", type=float, help="all in all, model and Engines included")
     add("--device", default="auto")
     add("--attention-backend")
-    add("--chunked-prefill-size", type=int, default=LONG_CHUNK, help="large: soon all decode")
-    add("--seed", type=int, default=0)
     return parser
 
 
@@ -99,8 +96,7 @@ def inflate_words(drafter: str, arguments: argparse.Namespace) -> list[str]:
     is_small = arguments.geometry == "tiny"
     if arguments.algorithm == STANDALONE:
         device = "cpu" if arguments.device == "cpu" else "cuda"
-        geometry = vars(arguments).get("draft_geometry") or DEFAULT_DRAFT_GEOMETRY
-        geometry = "tiny-draft" if is_small else geometry
+        geometry = "tiny-draft" if is_small else "llama-3.2-1b"
         return ["--model-path", drafter, "--geometry", geometry, "--device", device]
     words = ["--head", drafter, "--algorithm", arguments.algorithm]
     words += ["--geometry", arguments.geometry]
@@ -116,7 +112,7 @@ def code_prompts(
     where they are from."""
     count = max(MIN_PROMPTS, *arguments.concurrency)
     folder = resolve_model_path(model_path)
-    return held_out_prompts(folder, count, arguments.prompt_tokens, arguments.seed)
+    return held_out_prompts(folder, count, arguments.prompt_tokens, seed=0)
 
 
 def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, Any]:
@@ -125,7 +121,7 @@ def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, An
         "model_path": model_path,
         "device": arguments.device,
         "attention_backend": arguments.attention_backend,
-        "chunked_prefill_size": arguments.chunked_prefill_size,
+        "chunked_prefill_size": LONG_CHUNK,
         "max_running_requests": max(arguments.concurrency, default=8),
         "context_length": arguments.prompt_tokens + arguments.new_tokens * 5 // 4 + SPARE_CONTEXT,
         "disable_radix_cache": True,
@@ -163,6 +159,4 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": f"{INFLATED}, {arguments.geometry}" if is_inflated else arguments.model_path,
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": arguments.new_tokens,
-        "chunked_prefill_size": arguments.chunked_prefill_size,
-        "seed": arguments.seed,
     }

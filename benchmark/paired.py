@@ -48,7 +48,7 @@ MIN_PROMPTS = 4  # of a lap
 BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
 
 Load = TypeVar("Load", bound=Hashable)
-Figures = Mapping[str, float | None]  # of one run, SPEED among them
+Figures = Mapping[str, float]  # of one run, SPEED among them
 Pair = tuple[str, str]  # a way, and the one that it is compared with
 Run = Callable[[Load, str, int], Figures]  # takes load, way and round; round 0 warms up
 
@@ -361,5 +361,4 @@ def figures_of(result: LoadResult) -> Figures:
     return {
         SPEED: round(result.tok_s, 1),
         "tokens_per_step": round(result.tokens_per_step, 4),
-        "verified_drafts": result.verified_drafts and round(result.verified_drafts, 3),
     }

@@ -81,7 +81,6 @@ GEOMETRIES = {
 # Of draft models for LLAMA_8B, which have its tokens, but for the last.
 DRAFT_GEOMETRIES = {
     "llama-3.2-1b": Geometry(2048, 8192, 16, 32, 8, 64, 128256),
-    "160m": Geometry(512, 2048, 8, 8, 4, 64, 128256),
     "tiny-draft": Geometry(512, 512, 3, 4, 2, 64, 5000),
 }
 INFLATED_GEOMETRIES = {  # that the bundled models are inflated into

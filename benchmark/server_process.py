@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -33,17 +33,22 @@ def free_port() -> int:
         return port
 
 
-def wait_until_healthy(
-    process: subprocess.Popen[str],
-    port: int,
-    deadline_s: float,
-    show: Callable[[], None] = lambda: None,
-) -> None:
+def is_free(port: int) -> bool:
+    """Tells whether nothing listens on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def wait_until_healthy(process: subprocess.Popen[str], port: int, deadline_s: float) -> None:
     """Returns when /health answers 200.
 
     Args:
         deadline_s: of `time.perf_counter`.
-        show: is called while the server is not ready.
 
     Raises:
         StartError: if the server ends first, or it takes too long.
@@ -53,7 +58,6 @@ def wait_until_healthy(
             raise StartError(f"The server ended with {process.returncode} while starting.")
         if time.perf_counter() > deadline_s:
             raise StartError("The server was not ready in time.")
-        show()
         time.sleep(POLL_S)
 
 
@@ -66,26 +70,25 @@ def _is_healthy(port: int) -> bool:
 
 
 class ServerLog:
-    """The lines that a server writes, each with the time of its arrival, read by a thread."""
+    """The lines that a server writes, read by a thread."""
 
-    def __init__(self, process: subprocess.Popen[str], start_s: float, file: TextIO | None) -> None:
+    def __init__(self, process: subprocess.Popen[str], file: TextIO | None) -> None:
         self._file = file
-        self.lines: list[tuple[float, str]] = []
+        self.lines: list[str] = []
         self._process = process
-        self._start_s = start_s
         self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.lines.append((round(time.perf_counter() - self._start_s, 3), line.rstrip()))
+            self.lines.append(line.rstrip())
             if self._file is not None:
                 print(line, end="", file=self._file, flush=True)
 
     def tail(self) -> str:
         """For a message."""
-        return "\n".join(line for _, line in self.lines[-15:])
+        return "\n".join(self.lines[-15:])
 
 
 @dataclass(frozen=True)
@@ -103,26 +106,23 @@ class RunningServer:
     start_s: float
     healthy_s: float
 
-    def stop(self) -> float:
-        """Ends the server; seconds until it and all of its processes were gone.
+    def stop(self) -> None:
+        """Ends the server and all of its processes.
 
         Raises:
             StartError: if they do not end, or not well.
         """
         children = psutil.Process(self.process.pid).children(recursive=True)
-        start = time.perf_counter()
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(timeout=STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise StartError(f"The server did not end within {STOP_LIMIT_S:g} s.") from None
         _, left = psutil.wait_procs(children, timeout=5)
-        seconds = time.perf_counter() - start
         for child in left:
             child.kill()
         if code != 0 or left:
             raise StartError(f"The server ended with {code}; {len(left)} of its processes did not.")
-        return seconds
 
 
 @contextmanager
@@ -132,7 +132,6 @@ def running_server(
     limit_s: float,
     port: int | None = None,
     log_file: TextIO | None = None,
-    show: Callable[[], None] = lambda: None,
 ) -> Iterator[RunningServer]:
     """A server once it is healthy; whatever is left of it after the block is killed.
 
@@ -141,7 +140,6 @@ def running_server(
         environ: added to this process's own.
         port: that it listens on; None: a free one.
         log_file: gets its log too.
-        show: see `wait_until_healthy`.
 
     Raises:
         StartError: with the end of the server's log, also if the block raises one.
@@ -157,9 +155,9 @@ def running_server(
         errors="replace",
         env={**os.environ, **environ},
     )
-    log = ServerLog(process, start, log_file)
+    log = ServerLog(process, log_file)
     try:
-        wait_until_healthy(process, port, start + limit_s, show)
+        wait_until_healthy(process, port, start + limit_s)
         yield RunningServer(process, port, log, start, time.perf_counter() - start)
     except StartError as error:
         raise StartError(f"{error}\n{log.tail()}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from unittest import mock
 
 import sglang
 from benchmark.mtp_model import start_engine
 from benchmark.replay import replaying
-
-VERIFIED_DRAFTS = "SGLANG_TILE_SPEC_DRAFTS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +25,6 @@ class EngineWay:
     Attributes:
         flags: of its Engine, beside those of all ways.
         is_drafted: the Engine has the experiment's head or draft model.
-        verified_drafts: of a request, on average, in place of what TileSpec would choose.
         replay_errors: NGRAM drafts known answers, of which this share is spoilt
             (`benchmark.replay`); None: it does not.
         params: sampling parameters of its requests.
@@ -40,7 +35,6 @@ class EngineWay:
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     is_drafted: bool = False
-    verified_drafts: float | None = None
     replay_errors: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     of_one: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +44,7 @@ class EngineWay:
     @property
     def serving(self) -> tuple[Any, ...]:
         """The flags of its Engine: ways for which they are equal share one."""
-        return self.flags, self.is_drafted, self.verified_drafts, self.replay_errors
+        return self.flags, self.is_drafted, self.replay_errors
 
     @property
     def starts_alone(self) -> bool:
@@ -101,17 +95,15 @@ def start_engines(
     def start(name: str) -> sglang.Engine:
         way = ways[name]
         more = {**(drafter if way.is_drafted else {}), **way.flags}
-        if more.get("tile_spec"):  # ways with as many drafts have the same prices
-            more["tile_spec_cache_dir"] = str(caches / name.split(":")[0])
+        if more.get("tile_spec"):
+            more["tile_spec_cache_dir"] = str(caches / name)
         engine = start_engine(flags, **more)
         stack.callback(engine.shutdown)
         return engine
 
     engines, groups = {}, {next(iter(group)): group for group in servings(ways)}
     for name in (name for name in groups if ways[name].starts_alone):
-        count = ways[name].verified_drafts
-        environ = {} if count is None else {VERIFIED_DRAFTS: str(count)}
-        with mock.patch.dict(os.environ, environ), replaying(ways[name].replay_errors):
+        with replaying(ways[name].replay_errors):
             engines[name] = start(name)
     others = [name for name in groups if name not in engines]
     with ThreadPoolExecutor(max(1, len(others))) as pool:

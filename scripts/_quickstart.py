@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -15,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmark.server_process import StartError, free_port, running_server  # noqa: E402
+from benchmark.server_process import StartError, free_port, is_free, running_server  # noqa: E402
 
 PORT, READY_LIMIT_S = 30000, 180.0
 PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
@@ -29,16 +28,6 @@ The server answers at {url}. Try:
 
 Its log: {log}
 Serving. Ctrl-C stops it."""
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def choose_port(wanted: int | None) -> int:
@@ -88,20 +77,16 @@ def serve(port: int, log: Path, is_once: bool) -> None:
     Raises:
         StartError: the server did not start, answer or end as it should.
     """
-    url, start = f"http://127.0.0.1:{port}", time.monotonic()
+    url = f"http://127.0.0.1:{port}"
     # Where Linux can, the server gets SIGTERM when this process is killed outright.
     on_death = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-
-    def show_wait() -> None:
-        if sys.stdout.isatty():
-            print(f"\r      waiting: {time.monotonic() - start:.0f} s", end="", flush=True)
 
     print(f"      python -m sglang.launch_server --model-path demo --port {port}", flush=True)
     with (
         log.open("w", encoding="utf-8") as file,
-        running_server([*on_death, *COMMAND], {}, READY_LIMIT_S, port, file, show_wait) as server,
+        running_server([*on_death, *COMMAND], {}, READY_LIMIT_S, port, file) as server,
     ):
-        print(f"\r      ready after {server.healthy_s:.1f} s")
+        print(f"      ready after {server.healthy_s:.1f} s")
         print("[4/4] One completion, as it is generated (POST /generate)\n")
         try:
             stream(url)

@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -104,8 +103,7 @@ def answer_of_started(command: list[str], folder: Path, path: str) -> str:
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             text = json.load(answer)["text"]
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(30)
+        server.stop()
     return str(text)
 
 

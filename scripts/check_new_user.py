@@ -3,18 +3,15 @@
     python scripts/check_new_user.py
 
 All blocks run in one shell, in their order. A block that serves goes on until another one serves at
-its port. Of the test suite a small part is run (`--whole-suite` runs all). Then both wheels are
-made, and must hold what the checkout holds. After each block nothing untracked may lie in the
-checkout.
+its port. Of the test suite a small part is run. Then both wheels are made, and must hold what the
+checkout holds. After each block nothing untracked may lie in the checkout.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,8 +21,9 @@ from pathlib import Path
 from check_dockerfile import build_context
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "test/support"))
+sys.path[:0] = [str(ROOT), str(ROOT / "test/support")]
 
+from benchmark.server_process import is_free  # noqa: E402
 from page_blocks import Block, blocks_of  # noqa: E402
 
 PORT = 30000  # of a server, where README names none
@@ -74,13 +72,12 @@ PLACES = {
 }
 
 
-def shell_text(block: Block, checkout: Path, whole_suite: bool) -> str:
+def shell_text(block: Block, checkout: Path) -> str:
     """Writes what the shell does for a block."""
     text = block.text.replace(
         "/path/to/checkpoint", f"{checkout}/python/sglang/demo_models/tiny-code"
     )
-    if not whole_suite:
-        text = text.replace(WHOLE_SUITE, WHOLE_SUITE + PART_OF_SUITE)
+    text = text.replace(WHOLE_SUITE, WHOLE_SUITE + PART_OF_SUITE)
     if block.language == "python":
         text = f"python - <<'END_OF_BLOCK'\n{text}END_OF_BLOCK\n"
     if serves := SERVES.search(text):
@@ -89,7 +86,7 @@ def shell_text(block: Block, checkout: Path, whole_suite: bool) -> str:
     return f"echo; echo '--- {block.place}'\n{text}check_clean\n"
 
 
-def run_blocks(checkout: Path, whole_suite: bool) -> str:
+def run_blocks(checkout: Path) -> str:
     """Runs all blocks that the page does not exclude; returns what they print.
 
     Raises:
@@ -100,7 +97,7 @@ def run_blocks(checkout: Path, whole_suite: bool) -> str:
         for block in blocks_of(ROOT / "README.md")
         if block.language in ("bash", "python") and block.reason is None
     ]
-    script = FUNCTIONS + "".join(shell_text(block, checkout, whole_suite) for block in blocks)
+    script = FUNCTIONS + "".join(shell_text(block, checkout) for block in blocks)
     ours = ("PYTHONPATH", "VIRTUAL_ENV")
     environ = {name: value for name, value in os.environ.items() if name not in ours}
     environ["PIP_CONSTRAINT"] = str(checkout / "constraints.txt")  # a torch for CPUs
@@ -175,19 +172,14 @@ def git(checkout: Path, *words: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--whole-suite", action="store_true")
-    arguments = parser.parse_args()
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if probe.connect_ex(("127.0.0.1", PORT)) == 0:
-            sys.exit(f"FAILED: port {PORT}, which README.md uses, is taken. Stop what has it.")
+    if not is_free(PORT):
+        sys.exit(f"FAILED: port {PORT}, which README.md uses, is taken. Stop what has it.")
     with tempfile.TemporaryDirectory() as name:
         checkout = build_context(Path(name, "checkout"))
         git(checkout, "init", "-q")
         git(checkout, "add", "-A")
         git(checkout, "commit", "-q", "-m", "checkout")
-        printed = run_blocks(checkout, arguments.whole_suite)
+        printed = run_blocks(checkout)
         for text, what in (
             ("data: [DONE]", "no streamed answer"),
             (f"{PLOT} drawn", "no plot"),

@@ -11,8 +11,6 @@ Usage: bash scripts/make_wheelhouse.sh [DIR] [options]
   --platform TAG     newest manylinux tag that the host takes (default manylinux_2_34_x86_64:
                      glibc 2.34; all older tags are taken too)
   --with-flashinfer  add FlashInfer and what it needs beyond torch
-  --exclude NAMES    more packages to leave out, separated by spaces or commas
-  --list             only print the wheels, download nothing into DIR
 PYTHON=/path/to/python names the Python (3.11 or newer, with pip) that runs this; pip's own
 configuration says where it downloads from.
 TEXT
@@ -28,24 +26,16 @@ FLASHINFER="flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11"
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 
-misused() {
-    printf '%s\n' "$*" >&2
-    usage >&2
-    exit 2
-}
-
 DIR=""
 EXTRA=""
-LIST_ONLY=0
-declare -A GIVEN=([python]=3.12 [platform]=manylinux_2_34_x86_64 [exclude]=)
+declare -A GIVEN=([python]=3.12 [platform]=manylinux_2_34_x86_64)
 while [ $# -gt 0 ]; do
     case "$1" in
-        --python | --platform | --exclude)
+        --python | --platform)
             [ $# -ge 2 ] || misused "$1 needs a value."
             GIVEN["${1#--}"]="$2"
             shift ;;
         --with-flashinfer) EXTRA="$FLASHINFER" ;;
-        --list) LIST_ONLY=1 ;;
         -h | --help) usage; exit 0 ;;
         -*) misused "Unknown argument: $1" ;;
         *)
@@ -54,7 +44,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-TARGET_PYTHON="${GIVEN[python]}" PLATFORM="${GIVEN[platform]}" EXCLUDED="$EXCLUDED ${GIVEN[exclude]//,/ }"
+TARGET_PYTHON="${GIVEN[python]}" PLATFORM="${GIVEN[platform]}"
 DIR="${DIR:-$ROOT/.wheelhouse}"
 [[ "$TARGET_PYTHON" =~ ^3\.[0-9]+$ ]] || misused "--python takes X.Y, for example 3.12, not '$TARGET_PYTHON'."
 [[ "$PLATFORM" =~ ^manylinux_2_([0-9]+)_(x86_64|aarch64)$ ]] ||
@@ -77,7 +67,7 @@ PYTHON="$(find_python)"
 "$PYTHON" -m pip --version >/dev/null 2>&1 ||
     fail "$PYTHON has no pip. Name a Python that has it: PYTHON=/path/to/python bash $0"
 TMP="$(mktemp -d)"
-trap 'stop_child || true; rm -rf "$TMP"' EXIT
+trap 'rm -rf "$TMP"' EXIT
 
 # Asks pip, round by round, for all packages known so far and reads what those need, until nothing
 # new appears. So pip never looks at an excluded package: torch alone would be gigabytes. The
@@ -164,10 +154,6 @@ printf 'Choosing wheels for Python %s, %s and older\n' "$TARGET_PYTHON" "$PLATFO
 "$PYTHON" "$TMP/resolve.py" "$ROOT/pyproject.toml" "$TARGET_PYTHON" "$PLATFORM" "$EXCLUDED" \
     "$EXTRA" "$TMP" "${PIP_TARGET[@]}" >"$TMP/wanted" 2>"$TMP/reason" ||
     fail "$(tail -n 1 "$TMP/reason")"
-if [ "$LIST_ONLY" = 1 ]; then
-    cat "$TMP/wanted"
-    exit 0
-fi
 
 mkdir -p "$DIR" "$TMP/new"
 OTHERS="$(find "$DIR" -mindepth 1 -maxdepth 1 ! -name '*.whl' -print -quit)"
@@ -178,7 +164,4 @@ OTHERS="$(find "$DIR" -mindepth 1 -maxdepth 1 ! -name '*.whl' -print -quit)"
 find "$DIR" -maxdepth 1 -name '*.whl' -delete
 mv "$TMP"/new/*.whl "$DIR"/
 
-(cd "$DIR" && du -b -- *.whl | sort -k 2 |
-    awk '{ printf "%8.2f MB  %s\n", $1 / 1e6, $2; total += $1 }
-         END { printf "%8.2f MB  in %d wheels\n", total / 1e6, NR }')
-printf 'Wheelhouse: %s\n' "$DIR"
+printf 'Wheelhouse: %s, %s\n' "$DIR" "$(du -sh "$DIR" | cut -f 1)"

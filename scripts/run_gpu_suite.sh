@@ -24,12 +24,6 @@ TEXT
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 
-misused() {
-    printf '%s\n' "$*" >&2
-    usage >&2
-    exit 2
-}
-
 PYTHON="${PYTHON:-python3}"
 declare -A GIVEN=([out]="$ROOT/gpu_results" [wheelhouse]= [site]= [gpu-tests]=test/gpu [ways]= [workers]=8 [tests]= [test-limit]=900)
 while [ $# -gt 0 ]; do
@@ -80,9 +74,9 @@ target_of() { # <way>: SGLANG_TEST_TARGET (test/support/target.py); fails if the
     printf '{%s}' "$flags"
 }
 
+command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
 WAY_NAMES=() BACKENDS=()
 if [ -n "$WAYS" ]; then
-    command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
     read -r -a BACKENDS < <(PYTHONPATH="$ROOT/python" "$PYTHON" -c \
         'from sglang.srt.registry import ATTENTION_BACKENDS; print(*ATTENTION_BACKENDS.names)') ||
         fail "$PYTHON cannot read the names of attention backends."
@@ -186,14 +180,18 @@ import psutil, pytest, pytest_timeout, hypothesis, httpx, transformers' 2>"$TMP/
 
 ROWS=()
 FAILED=0
+TESTS="" # that run now, ended however we end
 
 run_step() { # <name> <command...>
     local name="$1" log status=0 verdict=ok start=$SECONDS last
     shift
     log="$RESULTS/$name.log"
-    printf '\n=== %s (at most %s s)\n' "$name" "$TEST_LIMIT_S"
+    printf '\n=== %s (at most %s s, log %s)\n' "$name" "$TEST_LIMIT_S" "$log"
     printf '$ %s\n' "$*" >"$log"
-    run_shown "$name" "$log" timeout --kill-after=30 "$TEST_LIMIT_S" "$@" || status=$?
+    timeout --kill-after=30 "$TEST_LIMIT_S" "$@" </dev/null >>"$log" 2>&1 &
+    TESTS=$!
+    wait "$TESTS" || status=$?
+    TESTS=""
     case "$status" in
         0) ;;
         124 | 137) verdict="TIME LIMIT" ;;
@@ -227,12 +225,11 @@ run_way() { # <way>
 }
 
 printf '[1/3] Host\n'
-command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
 HOST="$(check_gpu)" || exit 1
 printf '%s\n' "$HOST"
 
 TMP="$(mktemp -d)"
-trap 'stop_child || true; rm -rf "$TMP"' EXIT
+trap '[ -z "$TESTS" ] || kill -TERM "$TESTS"; rm -rf "$TMP"' EXIT
 SITE="$(realpath -m -- "${SITE:-$TMP/site}")"
 # A folder of results that is made here stays out of git, so that results do not say "dirty".
 [ -d "$RESULTS" ] || { mkdir -p "$RESULTS" && printf '*\n' >"$RESULTS/.gitignore"; }

@@ -208,11 +208,9 @@ def rows_of(measured: Measured, arguments: argparse.Namespace) -> list[dict[str,
         policies = {
             name: round(policy_us(each, size), 2) for name, each in measured.policies.items()
         }
-        launches = {" and ".join(map(str, turns)): round(us, 1) for turns, us in found.items()}
         rows.append(
             {
                 "batch": size,
-                "launch_us": launches,
                 "switch_us": switches,
                 "policy_us": policies,
                 "most_us": round(max(switches.values()) + max(policies.values()), 2),
@@ -271,12 +269,9 @@ def memory_rows(flags: dict[str, Any], configs: dict[str, str]) -> list[dict[str
         rows.append(
             {
                 "config": name,
-                "deepest": deepest,
                 "deepest_mib": round(mib[0]),
                 "all_mib": round(mib[1]),
                 "ratio": round(mib[1] / mib[0], 3),
-                "of_deepest": alone[deepest],
-                "of_all": every,
             }
         )
     return rows
@@ -308,7 +303,6 @@ def measure(arguments: argparse.Namespace, every_tier: str) -> dict[str, Any]:
         "geometry": arguments.geometry,
         "attention_backend": arguments.attention_backend or "default",
         "max_running_requests": flags["max_running_requests"],
-        "launches_alone": has_graphs,
         "steps": arguments.steps,
         "repeats": arguments.repeats,
         "rows": rows_of(measured, arguments),

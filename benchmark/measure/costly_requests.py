@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmark.command import make_parser, median_ratio, store, take_turns
+from benchmark.command import make_parser, ratios, store, take_turns
 from benchmark.environment import describe_environment
 from benchmark.goals import MIN_SPEED_BESIDE_COSTLY
 from benchmark.server_process import running_server
@@ -164,7 +164,7 @@ def measure(port: int, costly: Costly, arguments: argparse.Namespace) -> Body:
         return round(asyncio.run(speed(port, costly, is_costly, numbers, arguments.window_s)), 1)
 
     speeds = take_turns({each: partial(run, each) for each in (False, True)}, arguments.rounds)
-    ratio = median_ratio(speeds[True], speeds[False])
+    ratio = statistics.median(ratios(speeds[True], speeds[False]))
     return {
         "plain_events_per_s": speeds[False],
         "costly_events_per_s": speeds[True],

@@ -24,7 +24,6 @@ from benchmark.engine_load import AsyncEngine, Budget
 from benchmark.environment import describe_environment
 from benchmark.experiments import EXPERIMENTS, Experiment, Text
 from benchmark.mtp_model import (
-    DEFAULT_DRAFT_GEOMETRY,
     HEADS,
     code_prompts,
     drafter_flags,
@@ -44,7 +43,6 @@ from benchmark.paired import (
     print_ratios,
     store_rounds,
 )
-from benchmark.random_model import DRAFT_GEOMETRIES
 from benchmark.server_process import running_server
 from benchmark.stream_ways import HttpStreams, server_command
 from benchmark.ways import Asked, EngineWay, start_engines
@@ -166,7 +164,7 @@ def measure(
     result = {**describe_environment(), "experiment": arguments.name, **settings(arguments)}
     result |= {"prompts": source, "has_equal_lengths": arguments.equal_lengths}
     if drafter:
-        result |= {"algorithm": arguments.algorithm, "draft_geometry": arguments.draft_geometry}
+        result["algorithm"] = arguments.algorithm
     ways = {name: experiment.way(name) for name in arguments.ways}
     with ExitStack() as stack:
         servings = Servings(stack, ways, engine_flags(arguments, model_path), drafter)
@@ -211,7 +209,6 @@ def parse(
     add("--equal-lengths", action="store_true", help="of outputs; else those of a lap differ")
     add("--algorithm", choices=HEADS, help="of the drafter, where ways have one")
     add("--draft-model", help="folder of a head or draft model; default: the bundled one")
-    add("--draft-geometry", choices=DRAFT_GEOMETRIES, default=DEFAULT_DRAFT_GEOMETRY)
     parser.set_defaults(budget_s=300.0, rounds=12, out=None)
     arguments = parser.parse_args(argv)
     experiment = EXPERIMENTS[arguments.name]

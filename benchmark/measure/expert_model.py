@@ -39,6 +39,8 @@ MOST_OVER_READING = {1: 1.7, 32: 1.3, 128: 1.3}  # by requests of a batch
 LEAST_OF_DENSE = 0.6  # of its operations per second in prompts
 PROMPT_TOKENS, PROMPT_REPEATS = 4096, 5
 WARM_STEPS, STEPS, ROUNDS = 8, 32, 3
+COMPARED_GEOMETRIES = "qwen3-30b-a3b", "llama-3.1-8b"  # of experts, and dense
+TRIAL_GEOMETRIES = "tiny-experts", "tiny"
 
 
 @dataclass
@@ -113,14 +115,10 @@ class ModelBytes:
             len(layers),
         )
 
-    def of_step(self, num_used: float, kv_tokens: float) -> dict[str, float]:
-        """Bytes that a step reads whose layers use so many experts, and their sum."""
-        parts = {
-            "experts_bytes": self.num_expert_layers * self.expert * num_used,
-            "rest_bytes": float(self.rest),
-            "kv_bytes": self.kv_token * kv_tokens,
-        }
-        return parts | {"step_bytes": sum(parts.values())}
+    def of_step(self, num_used: float, kv_tokens: float) -> float:
+        """Bytes that a step reads whose layers use so many experts."""
+        experts = self.num_expert_layers * self.expert * num_used
+        return experts + self.rest + self.kv_token * kv_tokens
 
 
 class Running:
@@ -143,8 +141,8 @@ class Running:
         self.batch = random_batch(geometry, CONTEXT_LEN, make=make, **flags)
         [self.runner] = runners
 
-    def step_ms(self, size: int) -> tuple[list[float], list[list[int]]]:
-        """Milliseconds of a step, of each of ROUNDS, and the tokens."""
+    def step_ms(self, size: int) -> list[float]:
+        """Milliseconds of a step, of each of ROUNDS."""
         found: list[float] = []
         with decoding(self.batch, size, ROUNDS * STEPS, WARM_STEPS) as step:
             for _ in range(ROUNDS):
@@ -153,10 +151,10 @@ class Running:
                     step()
                 synchronize()
                 found.append((time.perf_counter() - start) / STEPS * 1e3)
-        return found, [*self.batch.outputs.values()]
+        return found
 
-    def count(self, size: int, sizes: ExpertGeometry) -> tuple[Choices, list[list[int]]]:
-        """The choices of the middle round of the same steps, and the tokens."""
+    def count(self, size: int, sizes: ExpertGeometry) -> Choices:
+        """The choices of the middle round of the same steps."""
         num_layers = len(expert_layers(self.runner.model))
         choices = Choices(sizes.num_chosen, torch.zeros(num_layers, sizes.num_experts))
         with decoding(self.batch, size, ROUNDS * STEPS, WARM_STEPS) as step:
@@ -165,7 +163,7 @@ class Running:
             with choices.counting(self.runner.model):
                 for _ in range(STEPS):
                     step()
-        return choices, [*self.batch.outputs.values()]
+        return choices
 
     def prompt_ms(self, num_tokens: int) -> list[float]:
         """Milliseconds of prompts, other ones each time, until their first new token."""
@@ -181,12 +179,6 @@ def expert_layers(model: nn.Module) -> list[SparseMLP]:
     return [module for module in model.modules() if isinstance(module, SparseMLP)]
 
 
-def equal_share(one: list[list[int]], other: list[list[int]]) -> float:
-    """The share of tokens that stand in the same place of both, request by request."""
-    pairs = [pair for mine, theirs in zip(one, other, strict=True) for pair in zip(mine, theirs)]
-    return sum(a == b for a, b in pairs) / len(pairs)
-
-
 def decode_row(
     size: int, ms: list[float], choices: Choices, needed: ModelBytes, input_len: int
 ) -> dict[str, Any]:
@@ -198,8 +190,7 @@ def decode_row(
     """
     used, value = statistics.mean(choices.num_used), statistics.median(ms)
     kv_tokens = size * (input_len + (len(ms) * STEPS + 1) / 2)
-    parts = needed.of_step(used, kv_tokens)
-    read_ms = parts["step_bytes"] / COPY_BYTES_PER_S * 1e3
+    read_ms = needed.of_step(used, kv_tokens) / COPY_BYTES_PER_S * 1e3
     return {
         "requests": size,
         "ms": value,
@@ -208,7 +199,6 @@ def decode_row(
         "least_used": min(choices.num_used),
         "most_used": max(choices.num_used),
         **choices.shares(),
-        **parts,
         "read_ms": read_ms,
         "over_reading": value / read_ms,
         "at_most": MOST_OVER_READING.get(size),
@@ -220,14 +210,12 @@ def measure_decodes(
 ) -> list[dict[str, Any]]:
     """One row per batch size; graphs are gone afterwards."""
     needed = ModelBytes.of(running.runner)
-    timed = [(size, *running.step_ms(size)) for size in batch_sizes]
+    timed = {size: running.step_ms(size) for size in batch_sizes}
     running.runner.drop_graphs()
-    rows = []
-    for size, ms, tokens in timed:
-        choices, again = running.count(size, sizes)
-        row = decode_row(size, ms, choices, needed, DECODE_INPUT_LEN + WARM_STEPS)
-        rows.append(row | {"equal_tokens": equal_share(tokens, again)})
-    return rows
+    return [
+        decode_row(size, ms, running.count(size, sizes), needed, DECODE_INPUT_LEN + WARM_STEPS)
+        for size, ms in timed.items()
+    ]
 
 
 def measure(
@@ -253,15 +241,11 @@ def main() -> None:
     """Measures, prints, writes the result."""
     parser = make_parser(__doc__, "expert_model")
     add = parser.add_argument
-    experts = [name for name, each in GEOMETRIES.items() if isinstance(each, ExpertGeometry)]
-    add("--geometry", choices=experts)
-    add("--dense", choices=[name for name in GEOMETRIES if name not in experts])
     add("--batch-sizes", type=int, nargs="+", default=[*MOST_OVER_READING])
     add("--device", default="auto")
     arguments: argparse.Namespace = parser.parse_args()
     is_trial = arguments.device == "cpu"
-    geometry = arguments.geometry or ("tiny-experts" if is_trial else "qwen3-30b-a3b")
-    dense = arguments.dense or ("tiny" if is_trial else "llama-3.1-8b")
+    geometry, dense = TRIAL_GEOMETRIES if is_trial else COMPARED_GEOMETRIES
     num_tokens = 64 if is_trial else PROMPT_TOKENS
     (prompt, decodes), (dense_prompt, _) = (
         in_own_process(name, arguments.device, num_tokens, arguments.batch_sizes)

@@ -24,12 +24,7 @@ from sglang.srt.model_config import resolve_model_path
 MODEL, SEED = "demo", 0
 MTP = {"mtp_enabled": True, "mtp_verify": True, "mtp_k": 8}
 WAYS: dict[str, dict[str, Any]] = {"plain": {}, "fp8": {"quantization": "fp8"}}
-DRAFTS = {
-    "speculative_num_steps": 4,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 5,
-    "speculative_load_aware": "off",
-}
+DRAFTS = {"speculative_num_steps": 4, "speculative_load_aware": "off"}
 FIXED_MASKS = "SGLANG_MTP_FIXED_K"  # each step predicts as many, whatever they are worth
 
 

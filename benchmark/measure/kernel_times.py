@@ -1,11 +1,9 @@
 """Measures where the time of a step or of a prompt goes: kernels by kind, and idle.
 
 Under torch's profiler (CUPTI), each step launched while the one before it runs, as in the server:
-random weights in a large geometry. Steps are those of one static batch, 128 tokens in, with the
-time that the host takes to launch one. --eagle profiles rounds of an EAGLE head instead, 3 drafts
-of each request, of which hardly any is right. --prompts profiles prompts of so many tokens instead,
-each alone until its first new token, with the server's default flags; the wall time is measured
-without the profiler.
+random weights in a large geometry. Steps are those of one static batch, 128 tokens in. --prompts
+profiles prompts of so many tokens instead, each alone until its first new token, with the server's
+default flags; the wall time is measured without the profiler.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ KINDS = (  # the first whose words appear in a kernel's name
 )
 MAX_KERNELS = 24  # that are named in a result
 NUM_STEPS, WARM_STEPS = 20, 12
-ROUNDS: dict[str, Any] = {"speculative_num_steps": 3, "speculative_load_aware": "off"}
 
 
 class Event(NamedTuple):
@@ -139,8 +136,7 @@ def print_times(row: dict[str, Any]) -> None:
 
 def profile_steps(batch: OneBatch, size: int) -> dict[str, Any]:
     """Kernel times of a step of `size` requests, in microseconds."""
-    host_us: list[float] = []
-    with decoding(batch, size, 3 * NUM_STEPS, WARM_STEPS) as step:
+    with decoding(batch, size, 2 * NUM_STEPS, WARM_STEPS) as step:
 
         def steps() -> None:
             for _ in range(NUM_STEPS):
@@ -150,19 +146,8 @@ def profile_steps(batch: OneBatch, size: int) -> dict[str, Any]:
         start = time.perf_counter()
         steps()
         wall_us = (time.perf_counter() - start) / NUM_STEPS * 1e6
-        for _ in range(NUM_STEPS):  # the step before has ended, so nothing waits for the device
-            before = time.perf_counter()
-            step()
-            host_us.append((time.perf_counter() - before) * 1e6)
-            synchronize()
         events = profiled(steps)
-    return {
-        "load": f"batch {size}",
-        "batch": size,
-        "wall_us": wall_us,
-        "host_us": statistics.median(host_us),
-        **sums(events, NUM_STEPS),
-    }
+    return {"load": f"batch {size}", "wall_us": wall_us, **sums(events, NUM_STEPS)}
 
 
 # ---------------------------------------------------------------- prompts
@@ -208,27 +193,16 @@ def profile_prompt(
     return {"load": f"{num_tokens:,} tokens", "wall_us": wall_us, "tflop_s": tflop_s, **found}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_random_parser(__doc__, "kernel_times")
-    add = parser.add_argument
-    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    add("--prompts", type=int, nargs="*", default=[], metavar="TOKENS", help="instead of steps")
-    add("--eagle", action="store_true", help="rounds of an EAGLE head")
-    return parser.parse_args(argv)
-
-
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per batch, or per prompt."""
     of_steps = {
         "max_running_requests": max(ServerArgs.max_running_requests, *arguments.batch_sizes),
         "chunked_prefill_size": CHUNK,
         "context_length": 1024,
-        **(ROUNDS if arguments.eagle else {}),
     }
     batch = random_batch(
         arguments.geometry,
         CONTEXT_LEN,
-        has_head=arguments.eagle and not arguments.prompts,
         device=arguments.device,
         attention_backend=arguments.attention_backend,
         **({} if arguments.prompts else of_steps),
@@ -242,15 +216,18 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Profiles, prints a table, writes the result."""
-    arguments = parse()
+    parser = make_random_parser(__doc__, "kernel_times")
+    add = parser.add_argument
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    add("--prompts", type=int, nargs="*", default=[], metavar="TOKENS", help="instead of steps")
+    arguments = parser.parse_args()
     rows = measure(arguments)
     for row in rows:
-        more = f", host {row['host_us']:.0f} us" if "host_us" in row else ""
         speeds = row.get("tflop_s", {}).items()
-        more += "".join(f", {kind} {speed:.0f} TFLOP/s" for kind, speed in speeds)
+        more = "".join(f", {kind} {speed:.0f} TFLOP/s" for kind, speed in speeds)
         print(f"{row['load']}: wall {row['wall_us']:.0f} us{more}")
         print_times(row)
-    given = {name: vars(arguments)[name] for name in ("geometry", "eagle", "attention_backend")}
+    given = {name: vars(arguments)[name] for name in ("geometry", "attention_backend")}
     store(arguments.out, {**describe_environment(), **given, "rows": rows})
 
 

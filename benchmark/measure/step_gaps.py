@@ -2,9 +2,8 @@
 
 One Engine per value of --max-step-ms, a large geometry with random weights, greedy, the server's
 default flags else. Requests decode and stream; when all do, fresh long prompts come one after the
-other. A gap is the time between two pieces of one stream, as the Engine's caller sees them: of
-all streams alone, and of all while a long prompt waits for its first token. The first long prompt
-is not counted.
+other. A gap is the time between two pieces of one stream, as the Engine's caller sees them,
+while a long prompt waits for its first token. The first long prompt is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
@@ -24,7 +22,6 @@ import sglang
 from benchmark.command import print_rows, store, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
-from benchmark.goals import MAX_GAP_RATIO
 from benchmark.measure.long_prompts import CONTEXT_LEN
 from benchmark.one_batch import make_random_parser
 from benchmark.random_model import GEOMETRIES, dummy_flags, random_model
@@ -33,69 +30,46 @@ from sglang.srt.garbage import keep_out_of_collections
 
 DEFAULT = "default"
 SPARE_TOKENS = 8  # of the context, beyond the long prompt
-WARM_TOKENS = 16  # of every stream, before anything is measured
-ALONE_S, BETWEEN_S = 1.0, 0.3
+WARM_PIECES = 16  # of every stream, before anything is measured
+BETWEEN_S = 0.3  # of one long prompt and the next
 POLL_S = 0.02
 STREAM_ENDED = "A stream ended before the long prompts did: raise --output-len."
 
 
-@dataclass
-class Stream:
-    """Arrivals: seconds of `time.perf_counter`, and the tokens that were there then."""
-
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-
-    async def follow(
-        self, engine: sglang.Engine, prompt: list[int], params: dict[str, Any]
-    ) -> None:
-        chunks = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
-        async for chunk in chunks:
-            self.arrivals.append((time.perf_counter(), len(chunk["output_ids"])))
+async def follow(
+    engine: sglang.Engine, prompt: list[int], params: dict[str, Any], arrivals: list[float]
+) -> None:
+    """Notes when each piece of a stream arrives, in seconds of `time.perf_counter`."""
+    chunks = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
+    async for _ in chunks:
+        arrivals.append(time.perf_counter())
 
 
-def gaps_ms(arrivals: Sequence[tuple[float, int]], start: float, end: float) -> list[float]:
+def gaps_ms(arrivals: Sequence[float], start: float, end: float) -> list[float]:
     """Returns the gaps between arrivals that lie, if only in part, between two times."""
     return [
         (after - before) * 1e3
-        for (before, _), (after, _) in itertools.pairwise(arrivals)
+        for before, after in itertools.pairwise(arrivals)
         if after > start and before < end
     ]
 
 
-def describe(streams: Sequence[Stream], windows: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def describe(
+    streams: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]
+) -> dict[str, float]:
     """Gaps of all streams within some windows of time, in milliseconds."""
-    by_window = [
-        [gap for stream in streams for gap in gaps_ms(stream.arrivals, start, end)]
-        for start, end in windows
-    ]
-    gaps = [gap for found in by_window for gap in found]
+    gaps = [gap for arrivals in streams for window in windows for gap in gaps_ms(arrivals, *window)]
     return {
-        "num_gaps": len(gaps),
         "p50_ms": round(percentile(gaps, 0.5), 3),
         "p99_ms": round(percentile(gaps, 0.99), 3),
         "max_ms": round(max(gaps, default=0.0), 3),
-        "max_ms_by_prompt": [round(max(found, default=0.0), 3) for found in by_window],
-        "max_tokens_per_piece": max(
-            (
-                now - before
-                for stream in streams
-                for (_, before), (at, now) in itertools.pairwise(stream.arrivals)
-                if any(start < at < end for start, end in windows)
-            ),
-            default=0,
-        ),
     }
-
-
-def is_within(longest_ms: float, bound_ms: float | None) -> bool | None:
-    """Tells whether the longest gap keeps to --max-step-ms; None without a bound."""
-    return longest_ms <= MAX_GAP_RATIO * bound_ms if bound_ms else None
 
 
 async def measure(
     engine: sglang.Engine, arguments: argparse.Namespace, vocab_size: int, seeds: Iterator[int]
 ) -> dict[str, Any]:
-    """Gaps alone and beside long prompts, and the seconds until a long prompt's first token."""
+    """Gaps beside long prompts, and the seconds until a long prompt's first token."""
 
     def prompts(count: int, length: int) -> list[list[int]]:
         return random_prompts(count, length, vocab_size, next(seeds))
@@ -113,18 +87,16 @@ async def measure(
     start, end = await first_token()
     idle_s = end - start
     params = {"temperature": 0, "max_new_tokens": arguments.output_len, "ignore_eos": True}
-    streams = [Stream() for _ in range(arguments.streams)]
+    streams: list[list[float]] = [[] for _ in range(arguments.streams)]
     tasks = [
-        asyncio.create_task(stream.follow(engine, prompt, params))
-        for stream, prompt in zip(
+        asyncio.create_task(follow(engine, prompt, params, arrivals))
+        for arrivals, prompt in zip(
             streams, prompts(arguments.streams, arguments.input_len), strict=True
         )
     ]
-    while any(not each.arrivals or each.arrivals[-1][1] < WARM_TOKENS for each in streams):
+    while any(len(arrivals) < WARM_PIECES for arrivals in streams):
         await asyncio.sleep(POLL_S)
-    start = time.perf_counter()
-    await asyncio.sleep(ALONE_S)
-    alone, beside = (start, time.perf_counter()), []
+    beside = []
     for _ in range(arguments.repeats + 1):
         beside.append(await first_token())
         await asyncio.sleep(BETWEEN_S)
@@ -134,10 +106,8 @@ async def measure(
     await asyncio.gather(*tasks)
     waits = [end - start for start, end in beside[1:]]
     return {
-        "alone": describe(streams, [alone]),
         "beside": describe(streams, beside[1:]),
         "first_token_s": round(statistics.median(waits), 4),
-        "first_token_s_by_prompt": [round(wait, 4) for wait in waits],
         "first_token_s_on_idle": round(idle_s, 4),
     }
 
@@ -152,19 +122,13 @@ def measure_value(
     with sglang.Engine(**dummy_flags(folder), **flags) as engine:
         keep_out_of_collections()  # of this process, whose pauses are none of the server's
         info = engine.get_server_info()
-        schedule = info["resolved"]["schedule"]
         found = asyncio.run(measure(engine, arguments, vocab_size, seeds))
-    bound_ms = {**info, **schedule}.get("max_step_ms")
-    return {
-        "max_step_ms": value,
-        "bound_ms": bound_ms,
-        "schedule": schedule,
-        **found,
-        "is_within": is_within(found["beside"]["max_ms"], bound_ms),
-    }
+    bound_ms = {**info, **info["resolved"]["schedule"]}.get("max_step_ms")
+    return {"max_step_ms": value, "bound_ms": bound_ms, **found}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def main() -> None:
+    """Measures, prints a table; the result is written after every Engine."""
     parser = make_random_parser(__doc__, "step_gaps")
     add = parser.add_argument
     values = [DEFAULT, "0", "20", "40", "80"]
@@ -174,12 +138,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output-len", type=int, default=3000, help="of a stream, more than it gets to")
     add("--prompt-len", type=int, default=CONTEXT_LEN - SPARE_TOKENS, help="of a long prompt")
     add("--repeats", type=int, default=3, help="long prompts")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Measures, prints a table; the result is written after every Engine."""
-    arguments, seeds = parse(), itertools.count()
+    arguments, seeds = parser.parse_args(), itertools.count()
     rows: list[dict[str, Any]] = []
     result = {
         **describe_environment(),
@@ -187,7 +146,6 @@ def main() -> None:
         "attention_backend": arguments.attention_backend or DEFAULT,
         "streams": arguments.streams,
         "prompt_len": arguments.prompt_len,
-        "asked_ratio": MAX_GAP_RATIO,
         "rows": rows,
     }
     with random_model(arguments.geometry, CONTEXT_LEN) as folder:

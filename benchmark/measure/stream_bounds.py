@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
-from benchmark.command import medians, print_rows, ratios, store, take_turns, write
+from benchmark.command import print_rows, ratios, store, take_turns, write
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.http_load import summarize
@@ -157,7 +158,11 @@ def measure_streams(
         return load(arguments.num_requests, arguments.output_len)
 
     def keep_rows(found: Mapping[str, list[dict[str, Any]]]) -> None:
-        keep([{"way": way, **medians(runs), "runs": runs} for way, runs in found.items()])
+        medians = {
+            way: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            for way, runs in found.items()
+        }
+        keep([{"way": way, **medians[way], "runs": runs} for way, runs in found.items()])
 
     load(arguments.clients, 16)
     take_turns({way: partial(run, way) for way in arguments.ways}, arguments.rounds, keep_rows)
@@ -183,10 +188,8 @@ def measure_lists(
     def keep_rows(found: Mapping[tuple[str, str], list[float]]) -> None:
         rows = []
         for name in LISTS:
-            alone, unbounded, beside = (found[name, way] for way in LIST_WAYS)
-            times = dict(zip(LIST_WAYS, (alone, unbounded, beside), strict=True))
-            compared = {"beside_over_alone": ratios(beside, alone)}
-            compared["alone_over_unbounded"] = ratios(alone, unbounded)
+            times = {way: found[name, way] for way in LIST_WAYS}
+            compared = {"beside_over_alone": ratios(times["beside_s"], times["alone_s"])}
             rows.append({"name": name, **times, **compared})
         keep(rows)
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmark.environment import ROOT
-from benchmark.report.places import PLOTS, TABLES
+from benchmark.report.places import PLOTS, TABLES, draw_plot
 
 
 def fill(page: str, name: str, text: str) -> str:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
             print(f"Remedy: python -m benchmark.report {' '.join(stale)}")
         return int(bool(stale))
     for name in (name for name in PLOTS if name in chosen):
-        PLOTS[name].write(root, root / "docs" / name)
+        draw_plot(name, root)
         print(f"docs/{name} drawn")
     return 0
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from benchmark.report.markdown import Result, table, verdict
 
 
-def train_mtp(results: list[Result]) -> str:
+def train_mtp(result: Result) -> str:
     """Tokens per step and what they cost in text, of the bundled model."""
-    (result,) = results
     predicted, losses = result["prediction"], result["held_out_loss"]
     loss = {k: v["512"]["overall"]["nats_per_token"] for k, v in losses.items()}
     rows = "\n".join(
@@ -35,9 +34,8 @@ nats/token ({loss["after"] / loss["before"] - 1:+.1%}). {result["device"]},
 """
 
 
-def costly_requests(results: list[Result]) -> str:
+def costly_requests(result: Result) -> str:
     """One line per kind of costly request."""
-    (result,) = results
     rows = [
         [
             name,
@@ -52,9 +50,8 @@ def costly_requests(results: list[Result]) -> str:
     return table(["beside", "plain: events/s", "costly: events/s", "ratio", asked], rows)
 
 
-def fp8_quality(results: list[Result]) -> str:
+def fp8_quality(result: Result) -> str:
     """One line per figure of the bundled model."""
-    (result,) = results
     rows = [
         [name, f"{found['plain']:.3f}", f"{found['fp8']:.3f}", f"{found['ratio']:.4f}"]
         for name, found in result["figures"].items()
@@ -62,9 +59,8 @@ def fp8_quality(results: list[Result]) -> str:
     return table(["bundled model", "as it is", "`--quantization fp8`", "ratio"], rows)
 
 
-def expert_model(results: list[Result]) -> str:
+def expert_model(result: Result) -> str:
     """One line per batch of decode steps, and one for prompts."""
-    (result,) = results
     rows = [
         [
             f"decode step, batch of {row['requests']}",
@@ -106,9 +102,8 @@ def _asked(reached: float, asked: float | None, is_least: bool) -> list[str]:
     return [f"{'>=' if is_least else '<='} {asked:g}", verdict(reached, asked, is_least)]
 
 
-def ledger(results: list[Result]) -> str:
+def ledger(result: Result) -> str:
     """One line per count of a ledger of seeds, and one below on its sittings."""
-    (result,) = results
     failures = result["failures"]
     mended = sum("mended_in" in each for each in failures)
     counts = {**result["counts"], "failed": len(failures), "of these mended since": mended}
@@ -120,9 +115,8 @@ def ledger(results: list[Result]) -> str:
     return f"{text}\n{number}, {hours:.1f} hours on a CPU, of commit {commits}.\n"
 
 
-def faults(results: list[Result]) -> str:
+def faults(result: Result) -> str:
     """One line per process: the functions and faults, and what became of the server."""
-    (result,) = results
     found: dict[str, list[tuple[str, str, bool]]] = {}
     for name, fault in result["faults"].items():
         process, _, rest = name.partition(": ")

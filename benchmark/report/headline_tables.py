@@ -65,9 +65,8 @@ FIRST = {
 }
 
 
-def measured(results: list[Result]) -> str:
+def measured(result: Result) -> str:
     """Says where all figures are from."""
-    [result] = results
     machine, versions = result["machine"], result["versions"]
     where = machine.get("gpu") or machine["cpu"]
     driver = f"driver {machine['driver']}, " if "driver" in machine else ""
@@ -80,13 +79,12 @@ def measured(results: list[Result]) -> str:
     return text
 
 
-def figures(results: list[Result], names: dict[str, str]) -> str:
+def figures(result: Result, names: dict[str, str]) -> str:
     """Makes rows for figures by name; one that was not measured says so.
 
     Args:
         names: what is shown of a figure's name.
     """
-    [result] = results
     found = {figure["name"]: figure for figure in result["figures"]}
     rows = []
     for name, shown in names.items():

@@ -19,7 +19,7 @@ from benchmark.report import (
 from benchmark.report.markdown import Result, provenance
 
 RESULTS = "benchmark/results"
-Maker = Callable[[list[Result]], str]
+Maker = Callable[..., str]  # of one result, or of several
 
 
 def read_results(root: Path, pattern: str) -> list[Result]:
@@ -35,7 +35,7 @@ class Table:
     Attributes:
         page: from the root of the repository.
         results: pattern of the files in benchmark/results/; each becomes a column or a row.
-        make: the Markdown, from the contents of those files in order.
+        make: the Markdown, from the contents of those files, in order.
         has_provenance: below the table stands where each result was measured.
         command: that makes the results, where one command makes all.
     """
@@ -60,38 +60,10 @@ class Table:
         for result in found:
             if result.get("dirty") or result.get("commit") == "unknown":
                 raise SystemExit(f"{self.results}: of files that are not those of a commit.")
-        text = self.make(found)
+        text = self.make(*found)
         if self.has_provenance:
             text += "\n" + "\n".join(provenance(result) for result in found)
         return text
-
-
-@dataclass(frozen=True)
-class Plot:
-    """An SVG file in docs/.
-
-    Attributes:
-        measure: module of benchmark/measure/ whose results it is made of, with its arguments.
-        results: pattern of the files in benchmark/results/.
-        draw: takes the results, in the order of their names, and the path to write.
-    """
-
-    measure: str
-    results: str
-    draw: Callable[[list[Result], Path], None]
-
-    def write(self, root: Path, path: Path) -> None:
-        """Draws the results under `root`.
-
-        Raises:
-            SystemExit: without a result or matplotlib; the message names the remedy.
-        """
-        found = read_results(root, self.results)
-        if not found:
-            sys.exit(
-                f"There is no {RESULTS}/{self.results}: python -m benchmark.measure.{self.measure}"
-            )
-        self.draw(found, path)
 
 
 README, MTP, PERFORMANCE = "README.md", "docs/mtp.md", "docs/performance.md"
@@ -147,9 +119,18 @@ TABLES = {
         faults=document_tables.faults,
     ),
 }
-PLOTS = {
-    "adaptive_steps.svg": Plot(
-        "experiment adaptive_steps", "adaptive_steps.json", plots.draw_adaptive_steps
-    ),
-    "replay_shares.svg": Plot("experiment replay", "replay_*.json", plots.draw_replay_shares),
-}
+PLOTS = {"adaptive_steps.svg": plots.draw_adaptive_steps}  # each of the experiment of its name
+
+
+def draw_plot(name: str, root: Path) -> None:
+    """Draws a file of docs/ from the result under `root`.
+
+    Raises:
+        SystemExit: without a result or matplotlib; the message names the remedy.
+    """
+    experiment = name.removesuffix(".svg")
+    found = read_results(root, f"{experiment}.json")
+    if not found:
+        command = f"python -m benchmark.measure.experiment {experiment}"
+        sys.exit(f"There is no {RESULTS}/{experiment}.json: {command}")
+    PLOTS[name](*found, root / "docs" / name)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.experiments import ADAPTIVE
-from benchmark.report.speculation_tables import shares_of_replay
 
 MISSING = "Plots need matplotlib, which is not installed here: pip install matplotlib"
 
@@ -40,16 +39,9 @@ def save_svg(figure: Any, path: Path) -> None:
     path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
 
 
-def gpu_of(result: dict[str, Any]) -> str:
-    """Names the machine on which a result was measured."""
-    machine: dict[str, str] = result["machine"]
-    return machine.get("gpu", machine["cpu"])
-
-
-def draw_adaptive_steps(results: list[dict[str, Any]], path: Path) -> None:
+def draw_adaptive_steps(result: dict[str, Any], path: Path) -> None:
     """Phase by phase: tokens per second beside the slowest way, tokens per step with drafts, and
     the steps at each phase's end."""
-    (result,) = results
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(3, 1, figsize=(9, 8), sharex=True)
     phases = [row for row in result["rows"] if row["load"] != ["all"]]
@@ -74,24 +66,5 @@ def draw_adaptive_steps(results: list[dict[str, Any]], path: Path) -> None:
     axes[1].set_ylabel("tokens per step with drafts")
     axes[2].set_ylabel("steps at the phase's end")
     axes[2].set_xticks(places, names, rotation=30, ha="right")
-    axes[0].set_title(gpu_of(result))
-    save_svg(figure, path)
-
-
-def draw_replay_shares(results: list[dict[str, Any]], path: Path) -> None:
-    """Requests at once across, each drafter's share of the speed of replayed drafts up."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, shares in shares_of_replay(results).items():
-        ends = [[share[end] for share in shares.values()] for end in ("low", "high")]
-        [line] = axes.plot([*shares], [share["mean"] for share in shares.values()], marker="o")
-        line.set_label(name)
-        axes.fill_between([*shares], *ends, alpha=0.2, color=line.get_color())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([*shares], [str(load) for load in shares])
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("requests at once")
-    axes.set_ylabel("of replayed drafts' tokens/s")
-    axes.legend(fontsize="small")
-    axes.set_title(gpu_of(results[0]))
+    axes[0].set_title(result["machine"].get("gpu", result["machine"]["cpu"]))
     save_svg(figure, path)

@@ -22,9 +22,9 @@ def _median(row: Result, way: str, name: str = "tok_s") -> float:
     return float(statistics.median(row["ways"][way][name]))
 
 
-def adaptive_steps(results: list[Result]) -> str:
+def adaptive_steps(result: Result) -> str:
     """Phases down, ways across: tokens per second, and tokens per step with drafts."""
-    *phases, whole = results[0]["rows"]
+    *phases, whole = result["rows"]
     ways = [*whole["ways"]]
     rows = []
     for number, row in enumerate(phases, 1):
@@ -56,9 +56,8 @@ def _switches(phases: list[Result], way: str) -> float:
     return sum(map(operator.mul, rates, seconds)) / sum(seconds)
 
 
-def adaptive_stationary(results: list[Result]) -> str:
+def adaptive_stationary(result: Result) -> str:
     """One row per load and adaptive way, beside plain decoding and the load's best fixed number."""
-    (result,) = results
     head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
     head += ["beside no drafts", "lowest round", "switches/s", "reached"]
     rows = []
@@ -83,18 +82,16 @@ def adaptive_stationary(results: list[Result]) -> str:
                     "yes" if is_steady else "**no**",
                 ]
             )
-    asked = [
-        f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts",
-        f"{MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}.",
-        "Medians of the rounds; rounds:",
-        f"{result['rounds']}.",
-    ]
-    return table(head, rows) + "\n" + " ".join(asked) + "\n"
+    return (
+        f"{table(head, rows)}\n"
+        f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts"
+        f" {MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}."
+        f" Medians of the rounds; rounds: {result['rounds']}.\n"
+    )
 
 
-def adaptive_costs(results: list[Result]) -> str:
+def adaptive_costs(result: Result) -> str:
     """Host time of a switch by batch size, and memory of graphs by configuration."""
-    (result,) = results
     times, memory = [], []
     for row in result["rows"]:
         switches, policies = row["switch_us"], row["policy_us"]
@@ -113,37 +110,27 @@ def adaptive_costs(results: list[Result]) -> str:
     return f"{text}\n{table(names, memory)}" if memory else text
 
 
-def shares_of_replay(results: list[Result]) -> dict[str, dict[int, Result]]:
-    """Returns the ratio to replayed drafts, as `Interval.stored`, by drafter and requests at
-    once."""
-    found: dict[str, dict[int, Result]] = {}
+def replay_shares(*results: Result) -> str:
+    """Requests at once across; one row per drafter and replay: its share of the speed of replayed
+    drafts, then one per way: milliseconds of a round, tokens per round, and of these the share that
+    is left beside plain decoding."""
+    shares: dict[str, dict[int, str]] = {}
+    rounds: dict[str, dict[int, str]] = {}
     for result in results:
         for row in result["rows"]:
+            load = row["load"][0]
             for pair, ratio in row["ratios"].items():
                 mine, other = pair.split(" / ")
                 if other != PLAIN:
                     name = f"{_drafter(result, mine)} / {other}"
-                    found.setdefault(name, {})[row["load"][0]] = ratio
-    return found
-
-
-def replay_shares(results: list[Result]) -> str:
-    """Requests at once across; one row per drafter and replay: its share of the speed of replayed
-    drafts, then one per way: milliseconds of a round, tokens per round, and of these the share that
-    is left beside plain decoding."""
-    shares = shares_of_replay(results)
-    loads = sorted({load for each in shares.values() for load in each})
-    rows = [
-        [name, *(f"{each[load]['mean']:.3f}" if load in each else "-" for load in loads)]
-        for name, each in shares.items()
-    ]
-    rounds: dict[str, dict[int, str]] = {}
-    for result in results:
-        for row in result["rows"]:
+                    shares.setdefault(name, {})[load] = f"{ratio['mean']:.3f}"
             for way in row["ways"]:
                 told = rounds.setdefault(f"{_drafter(result, way)}, per round", {})
-                told.setdefault(row["load"][0], _round(row, way))
-    rows += [[name, *(each.get(load, "-") for load in loads)] for name, each in rounds.items()]
+                told.setdefault(load, _round(row, way))
+    loads = sorted({load for each in shares.values() for load in each})
+    rows = [
+        [name, *(each.get(load, "-") for load in loads)] for name, each in (shares | rounds).items()
+    ]
     return table(["requests at once", *map(str, loads)], rows)
 
 

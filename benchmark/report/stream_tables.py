@@ -15,9 +15,8 @@ BOUND_FIGURES = {  # of a result of stream_bounds, with the form of a number
 LIST_TIMES = {"alone": "alone_s", "without any bound": "unbounded_s", "beside one": "beside_s"}
 
 
-def streams_by_bound(results: list[Result]) -> str:
+def streams_by_bound(result: Result) -> str:
     """One row per way to bound steps: medians of the rounds, and their least and most."""
-    (result,) = results
     rows = []
     for row in result["streams"]:
         cells = []
@@ -43,7 +42,7 @@ def _streams(result: Result) -> str:
     return f"{result['clients']} streams, {result['input_len']} in, {result['output_len']} out"
 
 
-def lists_beside(results: list[Result]) -> str:
+def lists_beside(result: Result) -> str:
     """Lists down: seconds by the default, without a bound, and beside one stream."""
     rows = [
         [
@@ -51,7 +50,6 @@ def lists_beside(results: list[Result]) -> str:
             *(f"{statistics.median(row[key]):.2f}" for key in LIST_TIMES.values()),
             f"{statistics.median(row['beside_over_alone']):.3f}",
         ]
-        for result in results
         for row in result["lists"]
     ]
     return table(["list, s", *LIST_TIMES, "of alone"], rows)

@@ -136,7 +136,7 @@ def test_a_walk_is_compared_by_the_time_of_all_its_loads() -> None:
     whole = over_all(rows, adaptive_beside_others([*speeds]))
     assert whole["ways"][PLAIN]["tok_s"] == [150, 75, 150]
     assert whole["ratios"]["auto / fixed 3"]["ratios"] == [1.2, 1.25, 1.05]
-    text = adaptive_steps([{"rows": [*rows, whole]}])
+    text = adaptive_steps({"rows": [*rows, whole]})
     assert "| 2: 8 unpredictable | 300 (1.50) | 360 (1.50) | 378 (1.50) |" in text
     assert "| all phases | **150** | **180** | **189** |" in text
     assert "| switches per second | 0.50 | 0.50 | 0.50 |" in text
@@ -152,7 +152,7 @@ def test_the_table_has_each_adaptive_way_beside_plain_and_the_best_fixed_number(
         "auto": [118.8, 59.4, 110],
         "EMA, conservative": [114, 57, 96],
     }
-    text = adaptive_stationary([{"rounds": 3, "rows": [row_of([8, "predictable", 1], found)]}])
+    text = adaptive_stationary({"rounds": 3, "rows": [row_of([8, "predictable", 1], found)]})
     assert (
         "| 8 predictable | auto | 110 | 110 (fixed 1) | 0.990 | 1.188 | 1.100 | 0.50 | yes |"
         in text
@@ -170,4 +170,4 @@ def test_each_figure_that_is_not_as_asked_is_a_miss(auto: list[float], fixed: li
     """Beside the best fixed number, beside plain, and in the lowest round beside plain."""
     plain = [100.0] * len(auto) if fixed[0] < 100 else [50.0]
     row = row_of([8, "predictable", 1], {PLAIN: plain, "fixed 1": fixed, "auto": auto})
-    assert "**no**" in adaptive_stationary([{"rounds": 1, "rows": [row]}])
+    assert "**no**" in adaptive_stationary({"rounds": 1, "rows": [row]})

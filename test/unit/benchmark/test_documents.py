@@ -127,7 +127,7 @@ def test_replay_shows_shares_of_its_speed_and_rounds() -> None:
     }
     other = {**row, "load": [8, "code"]}
     results = [{"algorithm": "EAGLE3", "rows": [row]}, {"algorithm": "STANDALONE", "rows": [other]}]
-    assert replay_shares(results).splitlines()[2:] == [
+    assert replay_shares(*results).splitlines()[2:] == [
         "| EAGLE3 / replay 3 | 0.750 | - |",
         "| STANDALONE / replay 3 | - | 0.750 |",
         "| replay 3, per round | 31.25 ms, 4.00, 0.80 | 250.00 ms, 4.00, 0.80 |",

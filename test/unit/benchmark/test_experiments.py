@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,6 @@ from benchmark.experiments import (
     NGRAM_TEXTS,
     ONE_ASKS,
     PLAIN,
-    SWEPT,
     beside_own_kind,
     beside_replay_and_plain,
     repeated,
@@ -30,7 +30,7 @@ from benchmark.experiments import (
 from benchmark.measure.experiment import main, parse
 from benchmark.replay import ERROR_RATE, MODULE
 from benchmark.stream_ways import ROUTES, server_command
-from benchmark.ways import VERIFIED_DRAFTS, Asked, start_engines
+from benchmark.ways import Asked, start_engines
 from sglang.srt.entrypoints.children import CHILD_MODULES
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -85,10 +85,9 @@ def test_replay_has_drafts_errors_and_a_process_of_its_own(started: list[FakeEng
 
 
 def test_tile_spec_stands_beside_every_way_without_it() -> None:
-    swept, tiled = next(iter(SWEPT)), "TileSpec, static 3"
-    names = [PLAIN, "static 3", tiled, swept]
-    assert tiled_beside_others(names) == [(tiled, PLAIN), (tiled, "static 3"), (tiled, swept)]
-    assert tiled_beside_others([PLAIN, swept]) == []
+    tiled = "TileSpec, static 3"
+    assert tiled_beside_others([PLAIN, "static 3", tiled]) == [(tiled, PLAIN), (tiled, "static 3")]
+    assert tiled_beside_others([PLAIN, "static 3"]) == []
     assert beside_own_kind(["sampled", "sampled, logprobs"]) == [("sampled, logprobs", "sampled")]
 
 
@@ -112,14 +111,13 @@ class FakeEngine:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
-    """The Engines that are started; each knows how many drafts of its requests are verified."""
+    """The Engines that are started; each knows the share of replayed drafts that are spoilt."""
     made: list[FakeEngine] = []
 
     def start(flags: dict[str, Any], **more: Any) -> FakeEngine:
-        environ = ways_module.os.environ
-        told = {"swept": environ.get(VERIFIED_DRAFTS), "replayed": environ.get(ERROR_RATE)}
-        assert (told["replayed"] is not None) == (CHILD_MODULES["scheduler"] == MODULE)
-        made.append(FakeEngine({**flags, **more, **told}))
+        replayed = os.environ.get(ERROR_RATE)
+        assert (replayed is not None) == (CHILD_MODULES["scheduler"] == MODULE)
+        made.append(FakeEngine({**flags, **more, "replayed": replayed}))
         return made[-1]
 
     monkeypatch.setattr(ways_module, "start_engine", start)
@@ -132,20 +130,17 @@ def test_ways_share_an_engine_if_its_flags_are_the_same(started: list[FakeEngine
         engines = start_engines(stack, MTP_WAYS, {"a": 1}, {})
         assert len(started) == 1
         assert {*engines} == {*MTP_WAYS}
-        told = {"swept": None, "replayed": None}
-        assert started[0].flags == {"a": 1, "mtp_load_aware_k": True, **told}
+        assert started[0].flags == {"a": 1, "mtp_load_aware_k": True, "replayed": None}
 
 
 def test_what_measures_prices_starts_alone_and_first(started: list[FakeEngine]) -> None:
-    names = (PLAIN, "static 3", "TileSpec, load-aware 7", "swept 3:1.5", "swept 3:2")
+    names = (PLAIN, "static 3", "TileSpec, load-aware 7", "TileSpec, static 3")
     ways = {name: EXPERIMENTS["tile_spec"].ways[name] for name in names}
     with ExitStack() as stack:
         engines = start_engines(stack, ways, {}, {"speculative_algorithm": "EAGLE3"})
-        tiled, first, second = (cast(Any, engines[name]).flags for name in names[2:])
-        assert [engine.flags for engine in started[:3]] == [tiled, first, second]
-        assert (tiled["swept"], first["swept"], second["swept"]) == (None, "1.5", "2.0")
-        caches = [flags["tile_spec_cache_dir"] for flags in (tiled, first, second)]
-        assert caches[0] != caches[1] == caches[2], "as many drafts have the same prices"
+        by_load, fixed = (cast(Any, engines[name]).flags for name in names[2:])
+        assert [engine.flags for engine in started[:2]] == [by_load, fixed]
+        assert by_load["tile_spec_cache_dir"] != fixed["tile_spec_cache_dir"]
         assert "speculative_algorithm" not in cast(Any, engines[PLAIN]).flags
 
 

@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: loads, prompts, phases of a log."""
+"""The pure parts of the benchmarks: loads and prompts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from benchmark.engine_load import (
     random_prompts,
     varied_lengths,
 )
-from benchmark.measure import startup
-from benchmark.server_process import StartError
+from benchmark.server_process import StartError, running_server
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.model_config import DEMO_MODELS_DIR
 from sglang.srt.server_args import ServerArgs
@@ -221,29 +220,10 @@ def test_a_timed_batch_runs_to_its_end() -> None:
     assert [len(token_ids) for token_ids in batch.outputs.values()] == [5, 5]
 
 
-def test_phases_are_read_from_the_log_as_the_server_writes_it() -> None:
-    lines = [
-        "[2026-01-01 00:00:00 server] INFO The detokenizer is ready after 0.3 s.",
-        "[..] INFO Captured 19 CUDA graphs for up to 128 requests and 128 rows in 7.4 s.",
-        "[..] INFO The scheduler is ready after 21.5 s.",
-        "[..] INFO Ready after 22.0 s: x is served at http://127.0.0.1:1",
-    ]
-    assert startup.phases_of(lines) == {
-        "detokenizer_ready_s": 0.3,
-        "graphs_s": 7.4,
-        "scheduler_ready_s": 21.5,
-        "server_ready_s": 22.0,
-    }
-    assert startup.phases_of(["nothing"]) == {}
-
-
-def test_compiling_is_what_a_cold_start_takes_longer() -> None:
-    times = [("cold", 40.0), ("warm", 20.0), ("warm", 22.0)]
-    rows = [{"run": run, "first_answer_s": seconds} for run, seconds in times]
-    assert startup.summarize(rows) == {"cold_s": 40.0, "warm_s": 21.0, "compile_s": 19.0}
-
-
 def test_a_server_that_cannot_start_is_reported_with_its_last_lines() -> None:
     command = [sys.executable, "-c", "import sys; print('no such flag'); sys.exit(2)"]
-    with pytest.raises(StartError, match=r"ended with 2(.|\n)*no such flag"):
-        startup.measure(command, 0, limit_s=30)
+    with (
+        pytest.raises(StartError, match=r"ended with 2(.|\n)*no such flag"),
+        running_server(command, {}, limit_s=30),
+    ):
+        pass

@@ -86,7 +86,7 @@ def test_a_merged_result_has_all_figures_and_says_what_is_missing(
     assert {figure["value"] for figure in result["figures"]} == {2.0}
     assert result["missing"] == ["server", "look-ahead"]
     assert (result["commit"], result["machine"]["gpu"]) == (COMMIT, "H100")
-    text = headline_tables.measured([result])
+    text = headline_tables.measured(result)
     assert text.startswith("H100, driver 570, torch 2.11, CUDA 13.0; commit aaaaaaaaaaaa;")
     assert "Not measured at this commit: server, look-ahead." in text
 
@@ -183,7 +183,7 @@ def test_a_ratio_is_reached_by_the_upper_end_of_its_interval(
 ) -> None:
     name = "conf_adapt / plain, 128"
     result = {"figures": [ratio(name, *ratios)]}
-    text = headline_tables.figures([result], {name: "x"})
+    text = headline_tables.figures(result, {name: "x"})
     asked = f"0.995, no round below 0.98 | {reached} | - |"
     assert text.splitlines()[2].endswith(f"{len(ratios)} rounds) | {asked}")
 
@@ -191,7 +191,7 @@ def test_a_ratio_is_reached_by_the_upper_end_of_its_interval(
 def test_times_are_to_be_short_and_speeds_high() -> None:
     def line(name: str, unit: str, value: float) -> str:
         figure = {"name": name, "unit": unit, "value": value, "interval": None}
-        return headline_tables.figures([{"figures": [figure]}], {name: "x"}).splitlines()[2]
+        return headline_tables.figures({"figures": [figure]}, {name: "x"}).splitlines()[2]
 
     assert line("decode, 1", "ms/step", 5.7) == "| x | 5.7 ms/step | 5.76 | yes | 6.33 |"
     assert line("1 x 4,096", "s", 0.098) == "| x | 0.098 s | 0.097 | **no** | 0.106 |"
@@ -200,7 +200,7 @@ def test_times_are_to_be_short_and_speeds_high() -> None:
 
 
 def test_what_was_not_measured_says_so() -> None:
-    text = headline_tables.figures([{"figures": []}], {"start, warm": "x"})
+    text = headline_tables.figures({"figures": []}, {"start, warm": "x"})
     assert text.endswith("| x | not measured | 9 | - | - |\n")
 
 

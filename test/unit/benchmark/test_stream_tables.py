@@ -18,7 +18,7 @@ def test_ways_to_bound_steps_show_their_rounds() -> None:
         "output_len": 128,
         "streams": [{"way": way, **row, "runs": runs} for way in ways],
     }
-    text = stream_tables.streams_by_bound([result])
+    text = stream_tables.streams_by_bound(result)
     figures = "6,001 (6,000 to 6,002) | 40 (40 to 40) | 19.0 (19.0 to 19.0) | 21.0 (20.0 to 22.0)"
     assert f"| steps of 30 ms | {figures} |" in text
     assert "| steps of 30 ms, all prompts that fit at once |" in text
@@ -33,5 +33,5 @@ def test_lists_show_what_one_stream_beside_them_takes() -> None:
         "beside_s": [5.0, 6.0],
         "beside_over_alone": [1.25, 1.2],
     }
-    text = stream_tables.lists_beside([{"lists": [row]}])
+    text = stream_tables.lists_beside({"lists": [row]})
     assert "| 16 x (8,192, 129) | 4.50 | 4.60 | 5.50 | 1.225 |" in text
