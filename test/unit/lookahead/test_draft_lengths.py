@@ -136,7 +136,7 @@ def test_tiers_reach_from_none_to_all_or_are_those_that_a_batch_may_have() -> No
         tiers = LoadAwareDrafts.tiers(options)
         assert list(tiers) == sorted({*tiers})
         assert (tiers[0], tiers[-1]) == (0, max_drafts)
-        assert len(tiers) == max_drafts + 1 if max_drafts <= 4 else len(tiers) <= 10
+        assert len(tiers) == max_drafts + 1 if max_drafts <= 5 else len(tiers) <= 10
         assert FixedLength.tiers(options) == (max_drafts,)
     slots = b'{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [1]}}'
     options = RoundOptions(3, adaptive=parse_adaptive_config(slots, "here"))

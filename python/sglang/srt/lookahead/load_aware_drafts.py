@@ -11,6 +11,7 @@ from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
+MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 FEED_SHARE = 0.0015  # extra share while tier 0 is best and the head must catch up before a probe
@@ -44,9 +45,11 @@ class LoadAwareDrafts(LengthPolicy):
     def tiers(options: RoundOptions) -> tuple[int, ...]:
         if options.adaptive is not None:
             return tuple(sorted({0, *options.adaptive.candidate_steps}))
-        most = options.num_steps
-        further = (min(1 + (1 << power), most) for power in range(1 + most.bit_length()))
-        return tuple(sorted({0, 1, *further}))  # each has graphs, so not every number is one
+        max_drafts = options.num_steps
+        if max_drafts <= MAX_DENSE_TIERS:
+            return tuple(range(max_drafts + 1))
+        powers = (1 << power for power in range(max_drafts.bit_length()))
+        return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
 
     def __init__(self, parts: PolicyParts) -> None:
         assert parts.rounds is not None, "Tiers go by prices, and none were measured."
