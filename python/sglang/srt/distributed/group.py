@@ -100,20 +100,17 @@ class RankGroup:
         meeting_point = self._meeting_point.with_suffix(".gpus")
         store = dist.FileStore(str(meeting_point), self.shard.num_ranks)
         self._on_gpus = nccl(store, self.shard.rank, self.shard.num_ranks, options)
-        self._send_first_messages(device, dtype)
+        for message in _first_messages(device, dtype):
+            self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
         if exchange is not None:
             apart = dist.PrefixStore("one shot", store)
             self._connect_one_shot(exchange, apart, device, room)
-            self._send_first_messages(device, dtype)
+            for message in _first_messages(device, dtype):
+                self.sum(message)
         torch.cuda.synchronize()
         self._group.barrier().wait()
         if self.shard.rank == 0:
             meeting_point.unlink(missing_ok=True)
-
-    def _send_first_messages(self, device: str, dtype: torch.dtype) -> None:
-        for num_bytes in FIRST_MESSAGES:
-            message = torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
-            self.join(self.sum(message), message.shape[1] * self.shard.num_ranks)
 
     def _connect_one_shot(
         self, kernel: Exchange, store: dist.Store, device: str, room: Any
@@ -236,6 +233,11 @@ class RankGroup:
         found = torch.zeros(self.shard.num_ranks, dtype=torch.int64)
         _wait(self._group._allgather_base, found, torch.tensor([number]))
         return [int(each) for each in found]
+
+
+def _first_messages(device: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for num_bytes in FIRST_MESSAGES:
+        yield torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
 
 
 def _wait(collective: Callable[..., Any], *arguments: Any) -> None:

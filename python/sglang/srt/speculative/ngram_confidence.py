@@ -1,5 +1,5 @@
-"""Learns how probable it is that drafts of n-grams are right, by the length of the match before
-them."""
+"""Says how probable it is that drafts of n-grams are right, by the length of the match before them:
+of chains it is learnt, of trees it is fixed."""
 
 from __future__ import annotations
 
