@@ -394,6 +394,25 @@ def test_a_pass_is_priced_with_all_kv_that_it_reads(
         assert long - short == pytest.approx(of_rows + drafting, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("backend", "max_width"), [("ragged", 1), ("ragged", MAX_ROWS), ("uniform", MAX_ROWS)]
+)
+def test_the_price_of_each_graph_is_the_time_of_its_replay(
+    model_path: Path, backend: str, max_width: int
+) -> None:
+    """Also of those that compute only the rows that are read, where no request looks ahead."""
+    setup = Setup(num_pages=200, max_running_requests=4)
+    more: Any = {"attention_backend": backend, "max_graph_width": max_width, "max_graph_rows": 32}
+    with noted_replays() as replayed:
+        runner = make_runners(make_execution(model_path, setup, 64, max_width, **more)).target
+        meter = PriceMeter(runner, 4, max_width)
+        for key in priced_graphs(runner, max_width):
+            replayed.clear()
+            meter.graph_ms(key, 1)
+            assert {each.num_tokens for each in replayed} == {key.num_tokens}
+            assert {each.skips_unread_rows for each in replayed} == {key.skips_unread_rows}
+
+
 def test_graphs_for_trees_have_prices_and_are_those_that_steps_of_trees_are_priced_by(
     model_path: Path,
 ) -> None:

@@ -213,8 +213,8 @@ class PriceMeter:
 
     def _dummy_step(self, q_lens: list[int], kv_len: int = 0) -> ForwardBatch:
         batch = self.random_step(q_lens, self._width, kv_len)
-        if not self._runner.reads_one_row:
-            return batch
+        if not self._runner.reads_one_row and self._max_width > 1:
+            return batch  # a step may read all rows of requests that look ahead
         last = [end - 1 for end in itertools.accumulate(q_lens)]
         return replace(batch, read_index=to_device(last, self._device))
 
