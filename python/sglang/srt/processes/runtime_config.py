@@ -101,7 +101,7 @@ def resolve(
         kv_budget_bytes=cpu_kv_budget(args, available_bytes) if device == "cpu" else None,
         ops=backend if backend == ROW_INDEPENDENT else DEFAULT_OPERATIONS[device],
         max_graph_width=1 if captures else 0,
-        max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
+        max_graph_rows=MAX_GRAPH_ROWS * args.tp_size if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
         static_memory_share=_static_share(args, captures),
