@@ -44,7 +44,7 @@ def ways_of(folder: Path, rank: int, device: str) -> dict[str, RankGroup]:
     if device == "cpu":
         return {"gloo": RankGroup(shard, folder / "gloo")}
     kernels = import_module(EXCHANGE)
-    usual = kernels.room_of(NUM_RANKS, has_blocks=True)
+    usual = kernels.room_of(NUM_RANKS)
     rooms = {
         "nccl": None,
         "lines": usual._replace(piece_bytes=0),

@@ -17,7 +17,6 @@ SWITCHES = {
     "SGLANG_KV_CANARY": "kv_canary",
     "SGLANG_MTP_FIXED_K": "mtp_fixed_k",
     "SGLANG_NCCL_SUMS": "nccl_sums",
-    "SGLANG_BLOCK_SUMS": "block_sums",
 }
 
 

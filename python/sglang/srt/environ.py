@@ -32,10 +32,8 @@ class Environ:
         tile_spec_drafts: for benchmarks, drafts of a request that a step with `--tile-spec`
             verifies on average, whatever they are worth (`SGLANG_TILE_SPEC_DRAFTS`); None: those
             that pay.
-        nccl_sums: NCCL computes small sums of ranks too, not our own exchange over memory that all
+        nccl_sums: NCCL computes all sums of ranks, not our own exchange over memory that all
             their GPUs write (`SGLANG_NCCL_SUMS`).
-        block_sums: our own exchange computes the large sums of two ranks too, in blocks
-            (`SGLANG_BLOCK_SUMS`).
         torch_profiler_dir: folder that `/start_profile` may write to; None: it may not
             (`SGLANG_TORCH_PROFILER_DIR`).
     """
@@ -50,7 +48,6 @@ class Environ:
     simulated_accept_len: float | None = None
     tile_spec_drafts: float | None = None
     nccl_sums: bool = False
-    block_sums: bool = False
     torch_profiler_dir: str | None = None
 
     @classmethod
@@ -71,7 +68,6 @@ class Environ:
             simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
             tile_spec_drafts=_tokens("SGLANG_TILE_SPEC_DRAFTS"),
             nccl_sums=_steps("SGLANG_NCCL_SUMS") > 0,
-            block_sums=_steps("SGLANG_BLOCK_SUMS") > 0,
             torch_profiler_dir=os.environ.get("SGLANG_TORCH_PROFILER_DIR") or None,
         )
 

@@ -128,7 +128,7 @@ VERSIONS = ("driver_version", "code_digest", "metadata.version")
 def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_its_own(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As `--model-impl`, `--tp-size` and SGLANG_BLOCK_SUMS say. A head's depend on its target."""
+    """As `--model-impl`, `--tp-size` and SGLANG_NCCL_SUMS say. A head's depend on its target."""
 
     def start(
         impl: str = "own",

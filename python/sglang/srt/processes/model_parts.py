@@ -111,7 +111,7 @@ def make_model_parts(
                 exchange = room = None
                 if not environ.nccl_sums:
                     exchange = import_module(EXCHANGE)
-                    room = exchange.room_of(ranks.shard.num_ranks, environ.block_sums)
+                    room = exchange.room_of(ranks.shard.num_ranks)
                 dtype = getattr(torch, execution.dtype)
                 ranks.connect_gpus(execution.device, dtype, exchange, room)
     runners = make_runners(config.execution, *draft_models, ranks=ranks)

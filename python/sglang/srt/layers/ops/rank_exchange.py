@@ -176,11 +176,11 @@ def _exchange_blocks_kernel(
     tl.store(epochs_ptr + program, epoch)
 
 
-def room_of(num_ranks: int, has_blocks: bool) -> Room:
+def room_of(num_ranks: int) -> Room:
     """Makes the room of a server's ranks. With more than two, blocks would send more bytes than
     rings do, so there are none."""
     lines_bytes = LINES_BYTES // (num_ranks - 1) // VECTOR_BYTES * VECTOR_BYTES
-    return Room(num_ranks, lines_bytes, PIECE_BYTES if has_blocks and num_ranks == 2 else 0)
+    return Room(num_ranks, lines_bytes, PIECE_BYTES if num_ranks == 2 else 0)
 
 
 def takes(x: torch.Tensor, room: Room) -> bool:
