@@ -20,7 +20,7 @@ from sglang.srt.layers.triton_launch import begin, dependent_launch
 BLOCK = 512  # words of a program, the same in all exchanges: it counts the exchanges of its words
 WORD_BYTES, LINE_BYTES = 4, 8
 BLOCK_BYTES, VECTOR_BYTES = 1 << 14, 16
-LINES_BYTES = 1 << 20  # that a rank sends to all others together, in lines
+LINES_BYTES = 1 << 20  # that a rank sends to all others together, in lines, at most
 PIECE_BYTES = 1 << 24
 HALVES = 2  # of a buffer, used in turn
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -178,8 +178,8 @@ def _exchange_blocks_kernel(
 
 def room_of(num_ranks: int) -> Room:
     """Makes the room of a server's ranks. With more than two, blocks would send more bytes than
-    rings do, so there are none."""
-    lines_bytes = LINES_BYTES // (num_ranks - 1) // VECTOR_BYTES * VECTOR_BYTES
+    rings do, so there are none; with two, they are faster than lines from 1 MB on."""
+    lines_bytes = LINES_BYTES // max(2, num_ranks - 1) // VECTOR_BYTES * VECTOR_BYTES
     return Room(num_ranks, lines_bytes, PIECE_BYTES if num_ranks == 2 else 0)
 
 
