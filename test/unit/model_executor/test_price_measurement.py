@@ -266,8 +266,11 @@ def test_steps_that_replay_no_graph_are_measured_up_to_the_largest(
     runner.max_prompt_rows = max_prompt_rows
     meter = PriceMeter(runner, max_requests, 15, make_timer=GpuTimer)
     assert meter.eager_rows()[-len(expected) :] == expected
-    with mock.patch.object(type(runner), "graph_keys", GraphKeys(GraphSupport.RAGGED_Q, 8, 1, 64)):
-        assert meter.eager_rows() == expected
+    for graph_rows in (64, 2048):
+        keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 1, graph_rows)
+        without = [size for size in expected if size >= graph_rows] or expected[-1:]
+        with mock.patch.object(type(runner), "graph_keys", keys):
+            assert meter.eager_rows() == without
 
 
 @pytest.mark.parametrize(("max_width", "tags"), [(1, {MIXED}), (3, {DECODE, MIXED, RAGGED})])

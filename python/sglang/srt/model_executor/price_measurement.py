@@ -237,14 +237,13 @@ class PriceMeter:
 
     def eager_rows(self) -> list[int]:
         """Returns sizes of which most have no graph: large ones, where prompts have graphs too."""
-        keys, decode_rows = self._runner.graph_keys, self._max_requests * self._max_width
+        decode_rows = self._max_requests * self._max_width
         if isinstance(self.timer, CpuTimer):
             most = decode_rows + self._runner.max_prompt_rows
             return [size for size in (*EAGER_ROWS, *MANY_ROWS) if size <= most] or [1]
         most = min(max(decode_rows, self._runner.max_prompt_rows), MANY_ROWS[-1])
         many = [*(size for size in MANY_ROWS if size < most), most]
-        mixed = [key.num_tokens for key in ([] if keys is None else keys.all) if key.tag == MIXED]
-        if mixed:
+        if mixed := [key.num_tokens for key in priced_graphs(self._runner, 1)]:
             return [size for size in many if size >= max(mixed)] or many[-1:]
         return [*(size for size in EAGER_ROWS if size < many[0]), *many]
 

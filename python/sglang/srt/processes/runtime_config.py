@@ -41,7 +41,7 @@ from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.step.step_sizes import MAX_MASKS, MAX_REQUESTS
 
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
-MAX_GRAPH_ROWS = 2048  # of each rank; beyond, a GPU is busy for longer than the launches take
+MAX_GRAPH_ROWS = 2048  # beyond, a GPU is busy for longer than the launches take
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
 DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 30.0}
 NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
@@ -101,7 +101,7 @@ def resolve(
         kv_budget_bytes=cpu_kv_budget(args, available_bytes) if device == "cpu" else None,
         ops=backend if backend == ROW_INDEPENDENT else DEFAULT_OPERATIONS[device],
         max_graph_width=1 if captures else 0,
-        max_graph_rows=MAX_GRAPH_ROWS * args.tp_size if captures else 0,
+        max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
         static_memory_share=_static_share(args, captures),
