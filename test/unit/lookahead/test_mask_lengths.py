@@ -16,7 +16,7 @@ import pytest
 
 from policy_steps import mask_parts, mask_policy, mask_step, predicted
 from sglang.srt.lookahead.acceptance_estimate import (
-    WINDOW,
+    PRIOR_SURVIVAL,
     Kind,
     Survival,
     share_with_drafts,
@@ -24,7 +24,6 @@ from sglang.srt.lookahead.acceptance_estimate import (
 )
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength
-from sglang.srt.lookahead.load_aware_masks import CERTAINTY
 from sglang.srt.lookahead.upcoming_step import MARGIN, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PromptChunk
 from simulated_decode import gpu_prices
@@ -112,24 +111,16 @@ def test_a_packed_step_has_rows_for_those_who_probably_have_drafts() -> None:
 # ---------------------------------------------------------------- chances
 
 
-def test_estimates_contain_the_truth_and_narrow_with_trials() -> None:
-    """They do for nearly all, between the chances that are CERTAINTY deviations less and more."""
-    luck, num_inside = random.Random(0), 0
+def test_estimates_are_near_the_truth() -> None:
+    luck = random.Random(0)
     for _ in range(150):
         chances = [luck.uniform(0.3, 0.95) for _ in range(3)]
         truth = 1 + sum(itertools.accumulate(chances, float.__mul__))
-        survival, widths = Survival(4), list[float]()
-        for number in range(360):
+        survival = Survival(4)
+        for _ in range(360):
             lots = [luck.random() < chance for chance in chances]
             survival.record(4, 1 + [*lots, False].index(False))
-            if number % 120 == 119:
-                low, mean, high = (survival.runs(4, off)[3] for off in (-CERTAINTY, 0.0, CERTAINTY))
-                widths.append(high - low)
-        assert low < mean < high
-        num_inside += low < truth < high
-        assert mean == pytest.approx(truth, abs=0.35)
-        assert widths[0] > widths[2]
-    assert num_inside > 0.85 * 150
+        assert survival.runs(4)[3] == pytest.approx(truth, abs=0.35)
 
 
 def test_what_was_not_tried_lately_is_less_sure_and_old_trials_are_forgotten() -> None:
@@ -137,16 +128,13 @@ def test_what_was_not_tried_lately_is_less_sure_and_old_trials_are_forgotten() -
     survival.record(2, 2, 10_000)
     runs = survival.runs(MAX_K)
     assert runs[-1] > 7.5, "further tokens are like those before"
-    least = survival.runs(MAX_K, -CERTAINTY)
-    assert least[-1] < runs[-1] - 0.5
     survival.forget(2)
     assert survival.runs(2) == runs[:2], "what the step tries is not forgotten"
     survival.forget(1)
-    assert survival.runs(2, -CERTAINTY)[1] < least[1]
+    assert PRIOR_SURVIVAL < survival.runs(2)[1] - 1 < runs[1] - 1
     for _ in range(100):
         survival.record(2, 1, 100)
     assert survival.runs(2)[1] < 1.01
-    assert survival.runs(2, CERTAINTY)[1] - survival.runs(2, -CERTAINTY)[1] > 1 / WINDOW
     assert Survival(1).runs(1) == [1.0]
 
 
@@ -203,15 +191,6 @@ def test_where_as_many_are_right_in_each_step_it_settles_on_the_best_limit(name:
         assert values[limit - 1] >= values.max() - 0.05 * whole[0], (num_reqs, num_right, values)
         seen.add(limit)
     assert len(seen) > 2 or name == "flat"
-
-
-def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
-    """It tries as little as may pay, for a step's time at most, and waits for results."""
-    policy, limits = mask_policy(KNEE, MAX_K), [1]
-    for _ in range(10):
-        limits.append(policy.choose(mask_step(40, UNVERIFIED, limits[-1])).limit)
-    assert limits[1:3] == [2, 1]
-    assert limits.count(2) <= 2
 
 
 def test_rows_of_a_packed_step_are_those_that_drafts_need_and_what_its_graph_has_room_for() -> None:

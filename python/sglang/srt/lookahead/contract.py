@@ -31,10 +31,6 @@ class Budget:
     limit: int
     # Rows that a packed step has room for, also for prompts; None: for all that may be fed.
     num_rows: int | None = None
-    # The policy's bet on the step, which comes back with the outcome: what the step costs beyond a
-    # plain one, as far as it is not paid yet, and what a token is worth.
-    owed_ms: float = 0.0
-    token_ms: float = 0.0
     settled: int = 0  # drafts of steps as they come, for people; this step may try others
     # The drafter's model may be left out of a step without drafts: none come for some time.
     rests: bool = False

@@ -150,7 +150,6 @@ class MaskPlanner(Planner):
             num_accepted=result.accept_lens,
             num_tokens=sum(result.accept_lens),
             kinds=[request.kind for request in requests],
-            is_adjustable=[request.is_adjustable for request in requests],
         )
         self.policy.observe(outcome)
 

@@ -87,14 +87,6 @@ class UpcomingStep:
         return frozenset(emitting.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
 
     @property
-    def is_plain(self) -> bool:
-        """Tells whether no request has more to feed than its one pending token or its prompt."""
-        return all(
-            request.pending <= 1 and (request.is_adjustable or request.k == 1)
-            for request in self.emitting
-        )
-
-    @property
     def longest(self) -> int:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
@@ -148,5 +140,4 @@ class StepOutcome:
     num_tokens: int = 0  # given to all requests
     num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
     kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
-    is_adjustable: Sequence[bool] = ()  # R; see `EmittingRequest`; empty: all are
     paths: Sequence[Sequence[int]] = ()  # see `HostResult`
