@@ -80,16 +80,7 @@ class Survival:
 
 def with_draftless_steps(runs: list[float]) -> list[float]:
     """Tokens per step of a request that emits only what is confirmed, its steps without drafts
-    counted too, from the lengths of the runs of its steps with drafts."""
+    counted too, from the lengths of the runs of its steps with drafts. A step whose drafts are not
+    all confirmed leaves none for the next one, which gives one token."""
     pairs = itertools.pairwise(runs)
-    return [1.0, *(1.0 + share_with_drafts(before, run) * (run - 1.0) for before, run in pairs)]
-
-
-def share_with_drafts(before: float, run: float) -> float:
-    """Share of a request's steps that have drafts: a step whose drafts are not all confirmed leaves
-    none for the next one, which gives one token.
-
-    Args:
-        before, run: lengths of its runs; `run` with one token more.
-    """
-    return 1.0 / (2.0 - (run - before))
+    return [1.0, *(1.0 + (run - 1.0) / (2.0 - (run - before)) for before, run in pairs)]

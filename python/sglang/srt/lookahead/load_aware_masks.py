@@ -9,15 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
-from sglang.srt.lookahead.acceptance_estimate import (
-    Kind,
-    Survival,
-    share_with_drafts,
-    with_draftless_steps,
-)
+from sglang.srt.lookahead.acceptance_estimate import Kind, Survival, with_draftless_steps
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import PRICE_EVERY, LoadAwareDrafts
@@ -46,15 +40,12 @@ class LoadAwareMasks(LoadAwareDrafts):
         self._max_k = 1 + parts.options.num_steps
         self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_k))
         self._known = dict[Hashable, Mapping[int, float]]()  # costs by `UpcomingStep.cache_key`
-        self._shares = dict[tuple[Kind, int], float]()  # while those hold
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         budget = super().choose(upcoming)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._survival[kind].forget(budget.limit)
-        if not upcoming.is_packed:
-            return budget
-        return replace(budget, num_rows=self._num_rows(upcoming, budget.limit))
+        return budget
 
     def observe(self, outcome: StepOutcome) -> None:
         if outcome.plan.budget is None:
@@ -87,7 +78,6 @@ class LoadAwareMasks(LoadAwareDrafts):
         if self._age >= PRICE_EVERY:
             self._age = 0
             self._known.clear()
-            self._shares.clear()
         if (key := upcoming.cache_key) not in self._known:
             free = whole = self._steady_ms(upcoming, False)
             if upcoming.prompt_rows:
@@ -97,23 +87,6 @@ class LoadAwareMasks(LoadAwareDrafts):
 
     def _steady_ms(self, upcoming: UpcomingStep, with_prompts: bool) -> list[float]:
         """Prices of a step with 0, 1, ... masks, each while steps are alike."""
-        limits, share = range(1, 1 + upcoming.longest), self._share_with_drafts
-        shapes = (upcoming.current_shape(n, share, True, with_prompts) for n in limits)
+        limits = range(1, 1 + upcoming.longest)
+        shapes = (upcoming.current_shape(limit, True, with_prompts) for limit in limits)
         return list(map(self._steps.price_ms, shapes))
-
-    def _share_with_drafts(self, kind: Kind, k: int) -> float:
-        """Returns the share of verified requests of a kind that have drafts when they predict k
-        tokens per step."""
-        if k == 1:
-            return 1.0
-        if (kind, k) not in self._shares:
-            self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k)[-2:])
-        return self._shares[kind, k]
-
-    def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:
-        """As many rows as requests will probably need, and as many more as the step's graph has
-        room for; None if that is enough for all."""
-        shape = upcoming.current_shape(limit, self._share_with_drafts)
-        key = self._steps.find(shape.num_reqs, shape.widest, shape.num_rows)
-        room = shape.num_rows if key is None else key.num_tokens
-        return room if room < upcoming.current_shape(limit).num_rows else None
