@@ -50,7 +50,7 @@ BUNDLED_SUITES=(
 )
 SMALL_SUITES=(
     test/e2e/test_logprobs_and_penalties.py
-    test/unit/speculative/test_{mtp_requests,pause_with_model,mtp_observability,ledger_matrix,packed_steps}.py
+    test/unit/speculative/test_{mtp_requests,pause_with_model,mtp_observability,ledger_matrix}.py
     test/unit/speculative/test_{second_model_drafter,toy_drafters}.py
 )
 

@@ -25,7 +25,7 @@ from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.tokenizer import load_tokenizer
 from sglang.srt.workers.tp_worker import TpModelWorker
 from target import MAX_GAPS
-from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -105,7 +105,6 @@ class Limited(FixedLength):
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "limited": {"policy": Limited},
-    "packed": {"policy": WithRoom, "packs_rows": True},
 }
 
 

@@ -13,7 +13,7 @@ from sglang.srt.step import triton_row_packing as packing
 from sglang.srt.step import triton_step_ops as steps
 from sglang.srt.step.triton_commit_run import commit_kernel, commit_run_kernel
 from sglang.srt.step.triton_layout import lay_out_kernel
-from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
+from step_ops_cases import ALL, CASES, OUTSIDE_CASES, PACKED, step_case
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -43,7 +43,7 @@ def test_sizes_of_steps_compile_nothing_anew() -> None:
     def run(num_reqs: int) -> None:
         assert step_case(ALL, num_reqs, 8)("triton", "cuda") == []
         assert step_case(ALL, num_reqs, 8, plain=True)("triton", "cuda") == []
-        assert step_case(ALL, num_reqs, 8, packed_share=0.7)("triton", "cuda") == []
+        assert step_case(PACKED, num_reqs, 8, packed_share=0.7)("triton", "cuda") == []
 
     for num_reqs in (5, 33):  # the kernels of packed steps are compiled by powers of two
         run(num_reqs)

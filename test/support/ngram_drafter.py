@@ -122,7 +122,7 @@ class NgramDrafter(Planner, Drafter):
             max_drafts=options.max_drafts,
             max_rows=max(1 + options.max_drafts, options.max_rows),
             has_trees=has_trees,
-            max_masks=1 if options.packs else None,
+            keeps_confidence=options.packs,
         )
 
     @staticmethod

@@ -67,7 +67,6 @@ def predicted(budget: Budget, kind: Kind | None, pairs: Sequence[tuple[int, int]
         num_tried=[tried for tried, _ in pairs],
         num_accepted=[taken for _, taken in pairs],
         kinds=[kind] * count,
-        is_adjustable=[True] * count,
     )
 
 

@@ -22,7 +22,6 @@ import torch
 from interpreted import asked
 from sglang.srt.step.row_division import (
     HIGHEST_VALUE,
-    DividedRows,
     RowDivision,
     TorchRowDivision,
     WantedRows,
@@ -41,13 +40,11 @@ class Division:
 
     least: Sequence[int]
     num_drafts: Sequence[int]
-    num_masks: Sequence[int]
-    drafts: Sequence[Sequence[float]]
-    masks: Sequence[Sequence[float]]
+    confidence: Sequence[Sequence[float]]
     num_rows: int
 
     def wanted(self, device: str, rows: list[int] | None) -> WantedRows:
-        """On the device; `rows` spreads the confidences over tables that are otherwise 1."""
+        """On the device; `rows` spreads the confidences over a table that is otherwise 1."""
 
         def counts(numbers: Sequence[int]) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -63,26 +60,24 @@ class Division:
         return WantedRows(
             counts(self.least),
             counts(self.num_drafts),
-            counts(self.num_masks),
-            table(self.drafts),
-            table(self.masks),
+            table(self.confidence),
             None if rows is None else counts(rows),
         )
 
 
-def sorted_division(case: Division) -> tuple[list[int], list[int], list[int]]:
-    """Computes what `DividedRows` is to hold: rows are sorted one by one."""
+def sorted_division(case: Division) -> list[int]:
+    """Computes what `RowDivision.divide` is to return: drafts are sorted one by one."""
     one = np.float32(1)
     candidates = []
-    for request, (drafts, masks) in enumerate(zip(case.drafts, case.masks, strict=True)):
-        offset, product = 0, one
-        for confidence, count in ((drafts, case.num_drafts), (masks, case.num_masks)):
-            for entry in confidence[: max(count[request], 0)]:
-                bounded = np.float32(entry) if entry > 0 else np.float32(0)
-                product = np.float32(product * min(bounded, one))
-                value = int(np.float32(product * np.float32(HIGHEST_VALUE)))
-                candidates.append((-value, offset, request))
-                offset += 1
+    for request, (confidence, count) in enumerate(
+        zip(case.confidence, case.num_drafts, strict=True)
+    ):
+        product = one
+        for offset, entry in enumerate(confidence[: max(count, 0)]):
+            bounded = np.float32(entry) if entry > 0 else np.float32(0)
+            product = np.float32(product * min(bounded, one))
+            value = int(np.float32(product * np.float32(HIGHEST_VALUE)))
+            candidates.append((-value, offset, request))
     least = [min(max(number, 0), case.num_rows) for number in case.least]
     room = max(case.num_rows - sum(least), 0)
     num_kept = [0] * len(least)
@@ -91,20 +86,13 @@ def sorted_division(case: Division) -> tuple[list[int], list[int], list[int]]:
     starts = [0]
     for own, kept in zip(least, num_kept, strict=True):
         starts.append(min(starts[-1] + own + kept, case.num_rows))
-    pairs = zip(num_kept, case.num_drafts, case.drafts, strict=True)
-    drafts_kept = [min(kept, max(count, 0), len(entry)) for kept, count, entry in pairs]
-    masks_kept = [kept - own for kept, own in zip(num_kept, drafts_kept, strict=True)]
-    return starts, drafts_kept, masks_kept
+    return starts
 
 
-def wrong_parts(found: DividedRows, case: Division) -> list[str]:
-    parts = (found.q_starts, found.num_drafts_kept, found.num_masks_kept)
-    names = ("q_starts", "drafts", "masks")
-    return [
-        f"{name} {part.tolist()} of {part.dtype}, not {right}"
-        for name, part, right in zip(names, parts, sorted_division(case), strict=True)
-        if part.dtype != torch.int64 or part.tolist() != right
-    ]
+def what_is_wrong(found: torch.Tensor, case: Division) -> list[str]:
+    right = sorted_division(case)
+    is_right = found.dtype == torch.int64 and found.tolist() == right
+    return [] if is_right else [f"{found.tolist()} of {found.dtype}, not {right}"]
 
 
 def division(name: str, device: str, max_requests: int) -> RowDivision:
@@ -158,28 +146,20 @@ class Shape:
 
     num_reqs: int
     max_drafts: int = 6
-    max_masks: int = 4
     confidence: Numbers = uniform
     room: tuple[float, ...] = (0.1, 0.5, 0.9)
     has_drafts: bool = True
-    has_masks: bool = True
 
     def draw(self, chooser: random.Random) -> Division:
-        def table(width: int) -> list[list[float]]:
-            return [[self.confidence(chooser) for _ in range(width)] for _ in range(self.num_reqs)]
-
-        least, drafts, masks = [], [], []
+        least, drafts = [], []
         for _ in range(self.num_reqs):
             is_prompt = chooser.random() < 0.2
             least.append(chooser.choice([2, 130]) if is_prompt else chooser.choice([1, 1, 3]))
             is_cut = self.has_drafts and not is_prompt
             drafts.append(chooser.randint(0, self.max_drafts) if is_cut else 0)
-            masks.append(chooser.randint(0, self.max_masks) if self.has_masks else 0)
-        wanted = sum(drafts) + sum(masks)
-        num_rows = sum(least) + int(chooser.choice(self.room) * wanted)
-        return Division(
-            least, drafts, masks, table(self.max_drafts), table(self.max_masks), num_rows
-        )
+        confidence = [[self.confidence(chooser) for _ in range(self.max_drafts)] for _ in least]
+        num_rows = sum(least) + int(chooser.choice(self.room) * sum(drafts))
+        return Division(least, drafts, confidence, num_rows)
 
 
 def random_case(shape: Shape) -> Case:
@@ -194,7 +174,7 @@ def random_case(shape: Shape) -> Case:
             places = chooser.sample(range(shape.num_reqs + 3), shape.num_reqs)
             wanted = case.wanted(device, None if seed % 2 else places)
             result = ours.divide(wanted, case.num_rows)
-            found += [f"seed {seed}: {what}" for what in wrong_parts(result, case)]
+            found += [f"seed {seed}: {what}" for what in what_is_wrong(result, case)]
         return found
 
     return run
@@ -205,9 +185,7 @@ def absurd_case(**changes: object) -> Case:
     plain = Division(
         least=[1, 5, 2, 1],
         num_drafts=[3, 0, 2, 1],
-        num_masks=[1, 1, 0, 2],
-        drafts=[[0.9, 0.8, 0.1], [0.3, 0.3, 0.3], [0.7, 0.7, 0.7], [0.2, 0.9, 0.9]],
-        masks=[[0.6, 0.5], [0.4, 0.4], [0.9, 0.9], [1.0, 0.5]],
+        confidence=[[0.9, 0.8, 0.1], [0.3, 0.3, 0.3], [0.7, 0.7, 0.7], [0.2, 0.9, 0.9]],
         num_rows=0,
     )
 
@@ -217,43 +195,38 @@ def absurd_case(**changes: object) -> Case:
         for num_rows in (8, 13, 0, 1, 9, 40)[: 2 * count]:
             case = replace(plain, num_rows=num_rows, **changes)  # type: ignore[arg-type]
             result = ours.divide(case.wanted(device, None), num_rows)
-            found += [f"{num_rows} rows: {what}" for what in wrong_parts(result, case)]
+            found += [f"{num_rows} rows: {what}" for what in what_is_wrong(result, case)]
         return found
 
     return run
 
 
-LARGEST = Shape(512, max_drafts=64, max_masks=16, confidence=confident)
+LARGEST = Shape(512, max_drafts=64, confidence=confident)
 CASES: dict[str, Case] = {
     "one request": random_case(Shape(1)),
     "two requests": random_case(Shape(2)),
     "a few": random_case(Shape(7)),
     "one more than a warp": random_case(Shape(33)),
-    "many": random_case(Shape(200, max_drafts=15, max_masks=8, confidence=confident)),
+    "many": random_case(Shape(200, max_drafts=15, confidence=confident)),
     "the most": random_case(LARGEST),
     "the most, all equal": random_case(replace(LARGEST, confidence=half, room=(0.4,))),
-    "one with most drafts": random_case(Shape(1, max_drafts=64, max_masks=16)),
+    "one with most drafts": random_case(Shape(1, max_drafts=64)),
     "all fits": random_case(Shape(20, room=(1.0, 3.0))),
     "all but little fits": random_case(Shape(20, room=(0.99,))),
     "nothing fits": random_case(Shape(20, room=(0.0,))),
     "equal values": random_case(Shape(37, confidence=half)),
     "some values are equal": random_case(Shape(37, confidence=coarse)),
     "all are certain": random_case(Shape(37, confidence=certain)),
-    "equal values far behind": random_case(Shape(40, 64, 16, certain, room=(0.995,))),
+    "equal values far behind": random_case(Shape(40, 64, certain, room=(0.995,))),
     "all are 0": random_case(Shape(37, confidence=impossible)),
     "zero or one": random_case(Shape(37, confidence=zero_or_one)),
     "tiny": random_case(Shape(17, confidence=tiny)),
     "no drafts": random_case(Shape(17, has_drafts=False)),
-    "no masks": random_case(Shape(17, has_masks=False)),
-    "neither": random_case(Shape(17, has_drafts=False, has_masks=False)),
     "a table without drafts": random_case(Shape(17, max_drafts=0)),
-    "a table without masks": random_case(Shape(17, max_masks=0)),
-    "tables without either": random_case(Shape(17, max_drafts=0, max_masks=0)),
     "confidences that are none": random_case(Shape(23, confidence=absurd)),
     "more or fewer rows": absurd_case(),
-    "counts beyond the tables": absurd_case(
-        num_drafts=[9, 1 << 40, -3, 0], num_masks=[-(1 << 40), 7, 2, 3]
-    ),
+    "counts beyond the table": absurd_case(num_drafts=[9, 1 << 40, -3, 0]),
+    "counts far below it": absurd_case(num_drafts=[-(1 << 40), 7, 2, 3]),
     "absurd least": absurd_case(least=[-5, 1 << 62, 0, 1 << 62]),
     "least is nothing": absurd_case(least=[0, 0, 0, 0]),
     "least of the first is all": absurd_case(least=[50, 1, 1, 1]),

@@ -55,6 +55,7 @@ MASK = 7
 WIDTH = 700  # of the page table
 NUM_SPARE_ROWS = 3
 NUM_WRITES = (0, 1, 200)  # to the page table, in a step
+PROMPTS = ("chunk", "prompt", "end")  # its last chunk, with masks after it and without
 STATE = ("committed", "tokens", "num_tokens", "pending_lens")
 Case = Callable[[str, str], list[str]]
 
@@ -69,7 +70,7 @@ class Side:
         num_rows: int,
         max_pending: int,
         seed: int,
-        max_masks: int | None = None,
+        is_packed: bool = False,
         has_trees: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -79,7 +80,7 @@ class Side:
 
         self.device = torch.device(device)
         self.pool = ReqToTokenPool(num_rows, WIDTH, device)
-        self.state = RequestRows(self.pool, max_pending, VOCAB_SIZE, has_trees, max_masks)
+        self.state = RequestRows(self.pool, max_pending, VOCAB_SIZE, has_trees, is_packed)
         thresholds = (numbers(0, 3, num_rows) / 2).to(device)
         self.ops: StepOps = load(OPERATIONS[name].step)(self.device)
         self.ops.warm_up(self.state, self.pool)
@@ -92,8 +93,8 @@ class Side:
         slots = numbers(0, 1 << 20, num_rows, WIDTH).to(device, torch.int32)
         self.pool.req_to_token[:num_rows] = slots
         if self.state.confidence is not None:
-            for table in (self.state.confidence.drafts, self.state.confidence.masks):
-                table.copy_(numbers(0, 9, *table.shape) / 8)
+            table = self.state.confidence
+            table.copy_(numbers(0, 9, *table.shape) / 8)
         if self.state.trees is not None:
             nodes = torch.arange(1, max_pending)
             parents = numbers(0, 1 << 20, num_rows, max_pending - 1) % nodes
@@ -104,7 +105,7 @@ class Side:
         found = {name: vars(self.state)[name] for name in STATE}
         found["table"] = self.pool.req_to_token
         if self.state.confidence is not None:
-            found["confidence"] = self.state.confidence.drafts
+            found["confidence"] = self.state.confidence
         return {name: tensor.cpu().clone() for name, tensor in found.items()}
 
 
@@ -126,11 +127,11 @@ class Step:
     emits_only_confirmed: list[bool] = field(default_factory=list)
 
     def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
-        num_prompt = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
-        only_confirmed = kind in ("plain", "tree", "fewer", "capped")
+        num_prompt = chooser.choice([1, 2, 130, 300]) if kind in PROMPTS else 0
+        only_confirmed = kind in ("plain", "tree", "fewer", "capped", "end")
         only_confirmed |= kind != "static" and chooser.random() < 0.5
         emits = kind != "chunk"
-        looks_ahead = kind not in ("plain", "chunk", "tree", "fewer", "capped") and max_pending > 1
+        looks_ahead = kind in ("static", "mtp", "prompt") and max_pending > 1
         k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
         bound = 1 if num_prompt else chooser.randint(pending_len, max_pending)
         if kind == "fewer":  # rows than are pending
@@ -164,10 +165,8 @@ class Step:
     def packed(self, counts: StepCounts, share: float) -> StepCounts:
         """With this share of the rows, but those that must be fed."""
         least = sum(
-            1 if confirmed and not prompt else q_len
-            for q_len, prompt, confirmed in zip(
-                self.q_lens, self.num_prompt, self.emits_only_confirmed, strict=True
-            )
+            q_len if prompt else 1
+            for q_len, prompt in zip(self.q_lens, self.num_prompt, strict=True)
         )
         num_rows = max(least, round(share * sum(self.q_lens)))
         num_reads = min(num_rows, sum(self.num_read))
@@ -247,15 +246,15 @@ def step_case(
     def run_once(name: str, device: str, seed: int) -> list[str]:
         chooser = random.Random(seed)
         num_rows = num_reqs + NUM_SPARE_ROWS
-        max_masks = None if packed_share is None else max_pending - 1
+        is_packed = packed_share is not None
         ours, right = (
-            Side(side, place, num_rows, max_pending, seed, max_masks, has_trees)
+            Side(side, place, num_rows, max_pending, seed, is_packed, has_trees)
             for side, place in ((name, device), ("torch", "cpu"))
         )
         step = Step(chooser.sample(range(num_rows), num_reqs))
         for row in step.rows:
             kind = chooser.choice(kinds)
-            if plain or kind in ("chunk", "prompt"):
+            if plain or kind in PROMPTS:
                 ours.state.pending_lens[row] = right.state.pending_lens[row] = 1
             pending_len = int(right.state.pending_lens[row])
             step.add(kind, pending_len, 1 if plain else max_pending, chooser)
@@ -597,6 +596,7 @@ def outside_end_case(committed: int, is_guarded: bool, num_drawn: int) -> Case:
 
 
 ALL = ["plain", "static", "mtp", "prompt", "chunk"]
+PACKED = ["tree", "end", "chunk"]
 RAGGED_8, MIXED_8 = GraphKey(RAGGED, 8, 15, 64), GraphKey(MIXED, 8, 15, 320)
 CASES: dict[str, Case] = {
     **{f"plain decode, {n}": step_case(["plain"], n, 1, plain=True) for n in (1, 2, 17, 40)},
@@ -614,13 +614,13 @@ CASES: dict[str, Case] = {
     "many that look ahead": step_case(["mtp", "plain"], 40, 8),
     "all kinds": step_case(ALL, 13, 8),
     "all kinds, up to 16": step_case(ALL, 4, 16),
-    "packed, with room": step_case(["mtp", "plain"], 9, 8, packed_share=1.0),
-    "packed and cut": step_case(["mtp", "plain"], 9, 8, packed_share=0.5),
-    "packed, all kinds": step_case(ALL, 13, 4, packed_share=0.8),
+    "packed, with room": step_case(PACKED, 9, 8, packed_share=1.0),
+    "packed and cut": step_case(["tree"], 9, 8, packed_share=0.5),
+    "packed, all kinds": step_case(PACKED, 13, 4, packed_share=0.8),
     "fewer rows than are pending": step_case(["fewer", "mtp", "prompt"], 9, 8),
     "fewer rows than a tree has": step_case(["fewer", "tree"], 9, 8, has_trees=True),
-    "packed, fewer than are pending": step_case(["fewer", "mtp"], 9, 8, packed_share=0.9),
-    "packed, one request": step_case(["mtp"], 1, 8, packed_share=0.6),
+    "packed, fewer than are pending": step_case(["fewer", "tree"], 9, 8, packed_share=0.9),
+    "packed, one request": step_case(["tree"], 1, 8, packed_share=0.6),
     "no more is accepted than may be": step_case(["capped"], 9, 8),
     "padding behind a request": padding_case(1, 3, 4),
     "padding behind decodes": padding_case(5, 3, 1),
@@ -629,9 +629,7 @@ CASES: dict[str, Case] = {
     "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),
     "packed trees": step_case(["tree"], 7, 8, packed_share=0.5, has_trees=True),
     "packed trees, with room": step_case(["tree"], 7, 8, packed_share=1.0, has_trees=True),
-    "packed trees beside prompts": step_case(
-        ["tree", "prompt", "chunk"], 9, 16, packed_share=0.7, has_trees=True
-    ),
+    "packed trees beside prompts": step_case(PACKED, 9, 16, packed_share=0.7, has_trees=True),
     "drafts": drafts_case(5, 8, is_asked=False),
     "drafts and how sure they are": drafts_case(9, 8, is_asked=True),
     "one draft of a request": drafts_case(1, 2, is_asked=True),

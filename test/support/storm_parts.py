@@ -261,9 +261,7 @@ class RandomLengths(FixedLength):
         self._random = chooser
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        limit = self._random.randint(1, upcoming.longest)
-        most = upcoming.current_shape(limit).num_rows
-        return Budget(limit, self._random.choice([None, self._random.randint(0, most + 1)]))
+        return Budget(self._random.randint(1, upcoming.longest))
 
 
 class LateResult(GenerationBatchResult):

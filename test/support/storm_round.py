@@ -160,7 +160,7 @@ class Round(SchedulerHarness):
         policy, options = None, dict[str, bool]()
         if max_k > 1:
             policy = choose([None, RandomLengths(self.random)])
-            options = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
+            options = choose([{}, {"trims_rows": True}])
 
         def make(group: RunnerGroup) -> TpModelWorker:
             runner = group.target

@@ -301,6 +301,6 @@ class EqualSteps:
 
 def _digest(state: RequestRows) -> int:
     tensors = [vars(state)[name] for name in EQUAL_ROWS]
-    tensors += [] if state.confidence is None else [state.confidence.drafts]
+    tensors += [] if state.confidence is None else [state.confidence]
     tensors += [] if state.trees is None else [state.trees.parents, state.trees.ancestors]
     return zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in tensors))

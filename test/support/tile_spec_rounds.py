@@ -70,9 +70,9 @@ class RandomBudgets:
         generator = self._generators.setdefault(
             id(step.state), torch.Generator().manual_seed(self._seed)
         )
-        values = torch.rand(confidence.drafts.shape, generator=generator)
+        values = torch.rand(confidence.shape, generator=generator)
         told = torch.where(values > 0.95, torch.nan, (2 * values - 0.5).clamp(0, 1))
-        confidence.drafts.copy_(told)
+        confidence.copy_(told)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:

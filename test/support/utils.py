@@ -16,11 +16,9 @@ from fake_weights import FakeWeights
 from policy_steps import mask_parts
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
-from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import FixedLength, LengthPolicy
 from sglang.srt.lookahead.mask_planner import MaskPlanner, MTPConfig
 from sglang.srt.lookahead.prompt_budget import PromptAllowance, PromptBudget
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.managers.scheduler import (
     NO_DEBUG,
     Scheduler,
@@ -431,16 +429,6 @@ def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) 
     return TpModelWorker(runner, state, () if mask is None else (int(mask),))
 
 
-class WithRoom(FixedLength):
-    """Packs every step with look-ahead, with room for all that requests may need."""
-
-    def __init__(self) -> None:
-        super().__init__(mask_parts(MTP_MAX_K))
-
-    def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(upcoming.longest, upcoming.current_shape(upcoming.longest).num_rows)
-
-
 def make_mtp_worker(
     runner: ModelRunner,
     mask_token_id: int,
@@ -450,8 +438,7 @@ def make_mtp_worker(
 ) -> TpModelWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
-    max_masks = MaskDrafter.needs(settings).max_masks
-    state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size, max_masks=max_masks)
+    state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size)
     masks = load(runner.operations.masks)
     policy = policy or FixedLength(mask_parts(MTP_MAX_K))
     planner = MaskPlanner(settings, state.num_rows, policy)

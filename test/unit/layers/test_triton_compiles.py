@@ -73,7 +73,6 @@ STEP_INTEGERS = {
         *("out", "spread", "input_ids", "requests", "outside", "q_starts", "num_pending"),
         *("targets", "num_confirmed", "num_unconfirmed", "accept_lens", "depths", "ancestors"),
         *("row_ancestors", "q_starts_out", "ancestors_out", "tree_starts_out", "tree_starts"),
-        "num_masks_kept",
     )
 } | {f"{name}_ptr": "*i32" for name in ("path", "out_path", "parents", "row_parents")}
 NGRAM_INTEGERS = {
@@ -227,22 +226,21 @@ def route(num_experts: int, num_chosen: int, is_alone: bool) -> Kernel:
     return Kernel(experts.route_kernel, constants, 1, types=EXPERT_INTEGERS)
 
 
-def row_division(num_reqs: int, num_drafts: int, num_masks: int, own_rows: bool) -> Kernel:
+def row_division(num_reqs: int, num_drafts: int, own_rows: bool) -> Kernel:
     options = rows.tile_and_warps(num_reqs)
     num_warps = options.pop("num_warps")
     return Kernel(
         rows._divide_kernel,
         {
             "MAX_DRAFTS": num_drafts,
-            "MAX_MASKS": num_masks,
             **options,
             **({"rows_ptr": None} if own_rows else {}),
         },
         num_warps=num_warps,
         types={
             **STEP_INTEGERS,
-            **{f"{name}_ptr": "*i64" for name in ("least", "num_drafts", "num_masks")},
-            **{f"{name}_confidence_ptr": "*fp32" for name in ("draft", "mask")},
+            **{f"{name}_ptr": "*i64" for name in ("least", "num_drafts")},
+            "confidence_ptr": "*fp32",
             "values_ptr": "*i32",
         },
     )
@@ -553,15 +551,15 @@ KERNELS = {
         types=NGRAM_INTEGERS,
     ),
     **{
-        f"rows of {num_reqs} requests, {num_drafts} drafts, {num_masks} masks": row_division(
-            num_reqs, num_drafts, num_masks, own_rows
+        f"rows of {num_reqs} requests, {num_drafts} drafts": row_division(
+            num_reqs, num_drafts, own_rows
         )
-        for num_reqs, num_drafts, num_masks, own_rows in (
-            (1, 7, 8, False),
-            (64, 7, 8, True),
-            (256, 15, 16, False),
-            (512, 64, 16, False),
-            (33, 0, 0, False),
+        for num_reqs, num_drafts, own_rows in (
+            (1, 7, False),
+            (64, 7, True),
+            (256, 15, False),
+            (512, 64, False),
+            (33, 0, False),
         )
     },
 }

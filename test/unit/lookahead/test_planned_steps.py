@@ -22,7 +22,6 @@ from sglang.srt.lookahead.round_prices import MeasuredRoundPrices
 from sglang.srt.sampling.sampling_params import SamplingParams, Speculative
 from sglang.srt.speculative.rounds import planner_of_rounds
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.step_sizes import PLAIN_WIDTH
 from sglang.srt.step.worker import BatchRequest, HostResult, NewRow, ScheduleBatch
 from tile_spec_decode import Text
@@ -134,7 +133,7 @@ MODES: list[dict[str, Any]] = [CONFIDENT, CONFIDENT | {"mtp_verify": True}]
 def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     """Gives plans of steps of the same requests, each with the next of these limits, without their
     tiers."""
-    config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
+    config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True)
     policy = FixedLength(mask_parts(MAX_K))
     planner = MaskPlanner(config, len(PROMPTS), policy)
     planner.admit([NewRow(row, 0, TOKENS, params, seed=0) for row in range(len(PROMPTS))])
@@ -154,19 +153,3 @@ def test_a_step_without_look_ahead_is_planned_as_that_of_plain_requests(
     assert first.wants_probs
     assert after.counts.q_lens == [5, 2, 2]
     assert last == plain
-
-
-def test_rows_that_unverified_requests_may_leave_are_read_by_others() -> None:
-    """Unverified requests may have fewer pending tokens than the host expects. The device gives
-    their rows to verified ones, of which it reads all."""
-    config = MTPConfig(mask_token_id=9, max_k=4, packs_rows=True)
-    policy = FixedLength(mask_parts(MAX_K))
-    planner = MaskPlanner(config, 2, policy)
-    for row, verify in enumerate((False, True)):
-        params = SamplingParams(mtp_enabled=True, mtp_k=4, mtp_verify=verify)
-        planner.admit([NewRow(row, 0, TOKENS, params, seed=0)])
-    planner.plan(ScheduleBatch([BatchRequest(row, 20, 5, kv_len_before=0) for row in range(2)]))
-    with mock.patch.object(policy, "choose", return_value=Budget(4, num_rows=7 + 2)):
-        counts = planner.plan(ScheduleBatch([BatchRequest(row, 20) for row in range(2)])).counts
-    assert (counts.q_lens, counts.num_read) == ([7, 7], [4, 7])
-    assert counts.packed == PackedSize(7 + 2, 4 + 2 + 3)

@@ -23,7 +23,7 @@ from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.draft_planner import DraftPlanner
 from sglang.srt.lookahead.mask_planner import MaskPlanner
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
-from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 torch.set_num_threads(1)
 
@@ -80,15 +80,14 @@ def test_a_drafter_executes_plans_that_were_sent(
     assert sum(bool(wanted(plan)) for plan in arrived) > 5
 
 
-@pytest.mark.parametrize("layout", ["", "trims_rows", "packs_rows"])
-def test_masks_are_fed_by_plans_that_were_sent(small_model: Path, layout: str) -> None:
+@pytest.mark.parametrize("trims_rows", [False, True])
+def test_masks_are_fed_by_plans_that_were_sent(small_model: Path, trims_rows: bool) -> None:
     """Static, by confidence and verified side by side."""
     modes: list[dict[str, Any]] = [{}, {"mtp_strategy": ["conf_adapt", 0.6]}, {"mtp_verify": True}]
     runner = make_runner(small_model, Setup(), 128, MTP_MAX_ROWS)
 
     def served() -> list[list[int]]:
-        options: dict[str, Any] = {layout: True} if layout else {}
-        worker = make_mtp_worker(runner, 5, WithRoom(), **options)
+        worker = make_mtp_worker(runner, 5, trims_rows=trims_rows)
         harness = SchedulerHarness(Setup(), worker)
         params = {"temperature": 0.0, "max_new_tokens": 12, "mtp_enabled": True, "mtp_k": 4}
         ids = [harness.submit([3, 1, 4], **mode, **params) for mode in modes]
@@ -100,4 +99,3 @@ def test_masks_are_fed_by_plans_that_were_sent(small_model: Path, layout: str) -
         assert served() == right
     assert any(plan.accepts_unconfirmed for plan in arrived)
     assert any(plan.budget is not None and plan.max_pending > 1 for plan in arrived)
-    assert any(plan.counts.packed is not None for plan in arrived) == (layout == "packs_rows")

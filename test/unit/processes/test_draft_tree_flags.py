@@ -135,14 +135,14 @@ def test_a_head_of_few_tokens_has_no_wide_trees(target: Path, tmp_path: Path) ->
 def test_tile_spec_cuts_trees(target: Path, tmp_path: Path) -> None:
     """And measures what they cost."""
     config = tree_config(target, tmp_path, eagle_topk=4)
-    assert (config.needs.needs_prices, config.needs.max_masks) == (False, None)
+    assert (config.needs.needs_prices, config.needs.keeps_confidence) == (False, False)
     config = tree_config(target, tmp_path, eagle_topk=4, tile_spec=True)
     assert config.drafter is not None
     rounds = config.drafter.options.rounds
     assert rounds.tile_spec_cache == config.needs.price_cache == Path("tile_spec/cache")
     assert (rounds.tier_policy, rounds.tree) == ("fixed", TreeShape(4, 5, 7))
     assert config.needs.needs_prices
-    assert (config.needs.max_masks, config.needs.has_trees) == (0, True)
+    assert (config.needs.keeps_confidence, config.needs.has_trees) == (True, True)
 
 
 @pytest.mark.parametrize("strategy", [None, "throughput"])

@@ -88,7 +88,7 @@ def test_trees_take_tile_spec_and_accept_thresholds(target: Path) -> None:
     assert config.drafter.thresholds == AcceptThresholds(0.4, 0.7)
     assert config.drafter.options.rounds.tile_spec_cache is not None
     assert config.needs.has_trees
-    assert config.needs.max_masks == 0
+    assert config.needs.keeps_confidence
 
 
 def test_limits_follow_from_flags(target: Path) -> None:
@@ -214,6 +214,6 @@ def test_a_drafter_with_a_model_beside_n_grams(names: str) -> None:
     assert options.drafter.options == other.drafter.options
     assert options.ngrams.limits == NgramLimits(1, 6)
     assert options.ngrams.capacity == 777
-    assert config.needs == replace(other.needs, max_masks=0)
+    assert config.needs == replace(other.needs, keeps_confidence=True)
     models = drafter_models(drafter, config.execution)
     assert models == drafter_models(other.drafter, other.execution)

@@ -162,7 +162,6 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     assert config.mtp is not None
     assert config.mtp.length_policy == "load_aware_masks"
     assert not config.mtp.trims_rows
-    assert config.mtp.packs_rows
     assert not config.mtp.bypasses_graphs
     fixed = resolved(mtp_model, platform=on_a_gpu(), environ=Environ(mtp_fixed_k=True))
     assert fixed.mtp is not None
@@ -170,24 +169,6 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     on_a_cpu = resolved(mtp_model)
     assert on_a_cpu.mtp is not None
     assert on_a_cpu.mtp.length_policy == "load_aware_masks"
-
-
-@pytest.mark.parametrize(
-    ("flags", "packs"),
-    [
-        ({"max_running_requests": 512, "mtp_max_k": 17}, True),
-        ({"max_running_requests": 513}, False),
-        ({"mtp_max_k": 18}, False),
-        ({"attention_backend": "flashinfer"}, False),
-    ],
-    ids=str,
-)
-def test_rows_are_divided_on_the_device_where_that_is_possible(
-    mtp_model: ModelConfig, flags: dict[str, Any], packs: bool
-) -> None:
-    mtp = resolved(mtp_model, platform=on_a_gpu(), **flags).mtp
-    assert mtp is not None
-    assert mtp.packs_rows is packs
 
 
 @pytest.mark.parametrize(

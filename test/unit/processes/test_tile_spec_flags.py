@@ -42,7 +42,7 @@ def options_of(config: RuntimeConfig) -> RoundOptions:
 def test_without_the_flag_nothing_changes(target: Path, head: str) -> None:
     config = resolved(target, head)
     assert options_of(config).tile_spec_cache is None
-    assert (config.needs.max_masks, config.needs.price_cache) == (None, None)
+    assert (config.needs.keeps_confidence, config.needs.price_cache) == (False, None)
 
 
 @pytest.mark.parametrize("folder", [None, "", "somewhere/else"])
@@ -52,7 +52,7 @@ def test_prices_are_kept_below_the_current_folder_or_in_the_one_named(
     config = resolved(target, head, tile_spec=True, tile_spec_cache_dir=folder)
     expected = Path(folder or "tile_spec/cache")
     assert options_of(config).tile_spec_cache == config.needs.price_cache == expected
-    assert config.needs.max_masks == 0
+    assert config.needs.keeps_confidence
     assert config.needs.needs_prices
     options = options_of(config)
     assert (options.tier_policy, options.num_steps) == ("load_aware", 3)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import random
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,11 +20,8 @@ from mtp_oracle import (
     verified_decode,
 )
 from oracle import MAX_GAP, code_snippets, first_divergence, most_near_ties
-from policy_steps import mask_parts
-from sglang.srt.lookahead.contract import Budget, StepPlan
-from sglang.srt.lookahead.length_policy import FixedLength
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.mask_planner import MaskPlanner
-from sglang.srt.lookahead.upcoming_step import UpcomingStep
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
@@ -36,7 +32,6 @@ from utils import (
     RandomBudget,
     SchedulerHarness,
     Setup,
-    WithRoom,
     make_mtp_worker,
     make_runner,
 )
@@ -170,59 +165,13 @@ def test_tokens_and_steps_equal_the_reference(
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("eight at once", "trims_rows"),
-        ("alone", "trims_rows"),
-        ("retracted at every third step", "trims_rows"),
-        ("retracted at every third step", "packs_rows"),
-    ],
-)
+@pytest.mark.parametrize("name", ["eight at once", "alone", "retracted at every third step"])
 def test_rows_that_follow_what_is_pending_give_the_same(
-    name: str, layout: str, prompts: list[list[int]], references: dict[Job, MTPReference]
+    name: str, prompts: list[list[int]], references: dict[Job, MTPReference]
 ) -> None:
     jobs = jobs_in(name)
-    outcomes = run_jobs(SETUPS[name], prompts, jobs, policy=WithRoom(), **{layout: True})
-    check(outcomes, references, jobs, f"{name}, {layout}")
-
-
-class FewRows(FixedLength):
-    """Grants another number of rows in every step, from none for look-ahead on."""
-
-    def __init__(self) -> None:
-        super().__init__(mask_parts(8))
-        self._random = random.Random(0)
-        self.granted: list[int] = []
-
-    def choose(self, upcoming: UpcomingStep) -> Budget:
-        most = upcoming.current_shape(upcoming.longest).num_rows
-        self.granted.append(self._random.choice([0, self._random.randrange(most + 2)]))
-        return Budget(upcoming.longest, self.granted[-1])
-
-
-def test_lossless_look_ahead_may_be_cut_in_any_step(
-    prompts: list[list[int]], references: dict[Job, MTPReference]
-) -> None:
-    """Checks that a cut costs steps and no token; unverified requests lose nothing."""
-    policy = FewRows()
-    jobs = jobs_in("overlap off")
-    outcomes = run_jobs(BASE, prompts, jobs, policy=policy, packs_rows=True)
-    unverified = [place for place, job in enumerate(jobs) if not job.verify]
-    check(
-        [outcomes[place] for place in unverified],
-        references,
-        [jobs[place] for place in unverified],
-        "unverified beside cut ones",
-    )
-    num_steps = num_whole = 0
-    for outcome, job in zip(outcomes, jobs, strict=True):
-        if job.verify:
-            assert outcome.token_ids == references[job].tokens, job
-            num_steps += len(outcome.step_lens)
-            num_whole += len(references[job].step_lens)
-    assert num_steps > num_whole
-    assert len(policy.granted) > 20
+    outcomes = run_jobs(SETUPS[name], prompts, jobs, trims_rows=True)
+    check(outcomes, references, jobs, f"{name}, trimmed")
 
 
 def test_the_references_see_what_they_are_to_tell_apart(

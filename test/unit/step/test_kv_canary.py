@@ -37,11 +37,11 @@ def one_thread() -> Iterator[None]:
 
 
 def make_harness(
-    model_path: Path, setup: Setup, looks_ahead: str = "", checks_kv: bool = True
+    model_path: Path, setup: Setup, looks_ahead: bool = False, checks_kv: bool = True
 ) -> SchedulerHarness:
     max_rows = MTP_MAX_ROWS if looks_ahead else 1
     runner = make_runner(model_path, setup, setup.context_len, max_rows)
-    config = MTPConfig(mask_token_id=MASK, max_k=MTP_MAX_K, packs_rows=looks_ahead == "packed")
+    config = MTPConfig(mask_token_id=MASK, max_k=MTP_MAX_K)
     mtp = DrafterConfig("mtp", config)
     worker = make_worker(RunnerGroup([runner]), mtp if looks_ahead else None, checks_kv=checks_kv)
     harness = SchedulerHarness(setup, worker)
@@ -57,11 +57,11 @@ def prompts_with_common_beginnings(source: random.Random) -> list[list[int]]:
 
 
 @pytest.mark.long_matrix
-@pytest.mark.parametrize("looks_ahead", ["", "padded", "packed"])
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("enable_overlap", [False, True])
 def test_it_is_silent_and_changes_nothing_while_kv_is_right(
-    model_path: Path, enable_overlap: bool, page_size: int, looks_ahead: str
+    model_path: Path, enable_overlap: bool, page_size: int, looks_ahead: bool
 ) -> None:
     """Shared prefixes, chunks, retractions, look-ahead of all kinds."""
     setup = Setup(

@@ -69,7 +69,7 @@ def test_drafts_without_parents_are_a_chain_where_others_are_trees() -> None:
 def test_drafts_that_a_request_lacks_have_no_confidence(has_trees: bool) -> None:
     """A request without any keeps what it had."""
     table = ReqToTokenPool(5, WIDTH, "cpu")
-    state = RequestRows(table, 4, vocab_size=100, has_trees=has_trees, max_masks=0)
+    state = RequestRows(table, 4, vocab_size=100, has_trees=has_trees, keeps_confidence=True)
     assert state.confidence is not None
     tokens, rows, counts = torch.ones(2, 3, dtype=torch.int64), torch.tensor([0, 1]), [1, 0]
     told = torch.tensor([[0.5, 0.4, 0.3]] * 2)
@@ -77,7 +77,7 @@ def test_drafts_that_a_request_lacks_have_no_confidence(has_trees: bool) -> None
     state.write_drafts(rows, tokens, torch.tensor(counts), parents, told)
     state.write_drafts(rows + 2, tokens, torch.tensor(counts), parents)
     prior = pytest.approx(PRIOR_CONFIDENCE)
-    assert state.confidence.drafts[0].tolist() == [0.5, 0.0, 0.0]
-    assert state.confidence.drafts[2].tolist() == [prior, 0.0, 0.0]
+    assert state.confidence[0].tolist() == [0.5, 0.0, 0.0]
+    assert state.confidence[2].tolist() == [prior, 0.0, 0.0]
     for row in (1, 3):
-        assert state.confidence.drafts[row].tolist() == [prior] * 3
+        assert state.confidence[row].tolist() == [prior] * 3

@@ -31,53 +31,48 @@ def test_interpreted_triton(differences: dict[str, float | str], name: str) -> N
 
 
 def wanted() -> WantedRows:
-    """A prompt of 7 rows with two masks, then two requests with three drafts and two masks: values
-    of drafts 0.9, 0.45, 0.045 and 0.8, 0.64, 0.512; of masks 0.9, 0.81, then 0.045, 0.0225, then
-    0.512, 0.256."""
+    """A prompt of 7 rows, then three requests with three drafts each, whose values are 0.9, 0.45,
+    0.045, then 0.8, 0.64, 0.512, then 0.9, 0.81, 0.045."""
     return WantedRows(
-        least=torch.tensor([7, 1, 1]),
-        num_drafts=torch.tensor([0, 3, 3]),
-        num_masks=torch.tensor([2, 2, 2]),
-        draft_confidence=torch.tensor([[0.1, 0.1, 0.1], [0.9, 0.5, 0.1], [0.8, 0.8, 0.8]]),
-        mask_confidence=torch.tensor([[0.9, 0.9], [1.0, 0.5], [1.0, 0.5]]),
+        least=torch.tensor([7, 1, 1, 1]),
+        num_drafts=torch.tensor([0, 3, 3, 3]),
+        confidence=torch.tensor([[0.1] * 3, [0.9, 0.5, 0.1], [0.8] * 3, [0.9, 0.9, 0.0555556]]),
     )
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "starts", "drafts", "masks"),
+    ("num_rows", "starts"),
     [
-        (9, [0, 7, 8, 9], [0, 0, 0], [0, 0, 0]),
-        # Of two rows that are worth 0.9 both have none before them; the earlier request's is taken.
-        (10, [0, 8, 9, 10], [0, 0, 0], [1, 0, 0]),
-        (12, [0, 9, 11, 12], [0, 1, 0], [2, 0, 0]),
-        (15, [0, 9, 11, 15], [0, 1, 3], [2, 0, 0]),
-        (17, [0, 9, 12, 17], [0, 2, 3], [2, 0, 1]),
-        (21, [0, 9, 15, 21], [0, 3, 3], [2, 2, 2]),
-        (30, [0, 9, 15, 21], [0, 3, 3], [2, 2, 2]),
-        (8, [0, 7, 8, 8], [0, 0, 0], [0, 0, 0]),
-        (5, [0, 5, 5, 5], [0, 0, 0], [0, 0, 0]),
+        (10, [0, 7, 8, 9, 10]),
+        # Of two drafts that are worth 0.9 both have none before them; the earlier request's is
+        # taken.
+        (11, [0, 7, 9, 10, 11]),
+        (12, [0, 7, 9, 10, 12]),
+        (13, [0, 7, 9, 10, 13]),
+        (16, [0, 7, 9, 13, 16]),
+        (17, [0, 7, 10, 14, 17]),
+        (19, [0, 7, 11, 15, 19]),
+        (30, [0, 7, 11, 15, 19]),
+        (8, [0, 7, 8, 8, 8]),
+        (5, [0, 5, 5, 5, 5]),
     ],
 )
-def test_the_most_valuable_rows_are_kept(
-    num_rows: int, starts: list[int], drafts: list[int], masks: list[int]
-) -> None:
-    divided = TorchRowDivision().divide(wanted(), num_rows)
-    assert divided.q_starts.tolist() == starts
-    assert divided.num_drafts_kept.tolist() == drafts
-    assert divided.num_masks_kept.tolist() == masks
+def test_the_most_valuable_drafts_are_kept(num_rows: int, starts: list[int]) -> None:
+    assert TorchRowDivision().divide(wanted(), num_rows).tolist() == starts
 
 
 def test_tensors_of_another_shape_or_type_are_bugs() -> None:
     fine = wanted()
     bad = [
-        replace(fine, num_masks=fine.num_masks[:2]),
+        replace(fine, num_drafts=fine.num_drafts[:2]),
         replace(fine, least=fine.least.int()),
-        replace(fine, mask_confidence=fine.mask_confidence.double()),
-        replace(fine, draft_confidence=torch.ones(3, 65)),
-        replace(fine, mask_confidence=torch.ones(3, 17)),
-        replace(fine, mask_confidence=torch.ones(3, 4)[:, ::2]),
-        replace(fine, draft_confidence=torch.ones(2, 3)),  # and no `rows`
-        replace(fine, least=fine.least.repeat(171)),
+        replace(fine, confidence=fine.confidence.double()),
+        replace(fine, confidence=torch.ones(4, 65)),
+        replace(fine, confidence=torch.ones(4, 6)[:, ::2]),
+        replace(fine, confidence=torch.ones(3, 3)),  # and no `rows`
+        WantedRows(
+            *[each.repeat(129) for each in (fine.least, fine.num_drafts)], torch.ones(516, 3)
+        ),
     ]
     for entry in bad:
         with pytest.raises(AssertionError):

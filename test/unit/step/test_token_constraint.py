@@ -24,7 +24,6 @@ from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,
     Setup,
-    WithRoom,
     make_model_worker,
     make_mtp_worker,
     make_runner,
@@ -119,7 +118,7 @@ def generate(worker: Worker, setup: Setup, **params: Any) -> tuple[list[list[int
 def test_a_grammar_restricts_drafts_as_it_does_single_tokens(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, enable_overlap: bool
 ) -> None:
-    """In chains, padded and packed, and in trees."""
+    """In chains and in trees."""
     setup = Setup(chunked_prefill_size=3, enable_overlap=enable_overlap)
     params: dict[str, Any] = {"temperature": temperature, "sampling_seed": 7}
     plain, _ = generate(make_model_worker(small_model, setup), setup, **params)
@@ -128,12 +127,10 @@ def test_a_grammar_restricts_drafts_as_it_does_single_tokens(
             assert token != MASK
             assert is_allowed([*prompt, *output[:end]], token)
     ahead = params | {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True}
-    for packs_rows in (False, True):
-        runner = make_runner(small_model, setup, setup.context_len, MTP_MAX_ROWS)
-        worker = make_mtp_worker(runner, MASK, WithRoom(), packs_rows=packs_rows)
-        verified, num_drafts = generate(worker, setup, **ahead)
-        assert verified == plain
-        assert num_drafts > 20
+    runner = make_runner(small_model, setup, setup.context_len, MTP_MAX_ROWS)
+    verified, num_drafts = generate(make_mtp_worker(runner, MASK), setup, **ahead)
+    assert verified == plain
+    assert num_drafts > 20
     monkeypatch.setitem(DRAFTERS.entries, "toy", PLACE)
     drafter = DrafterConfig("toy", NgramOptions(max_drafts=7, max_depth=3))
     runners, tree_setup = make_drafter_runners(small_model, setup, drafter)

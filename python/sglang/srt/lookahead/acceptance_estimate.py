@@ -1,12 +1,11 @@
-"""Estimates how many predicted tokens will be accepted, and how sure that is."""
+"""Estimates how many predicted tokens will be accepted."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
-PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
+PRIOR_SURVIVAL = 0.3  # of a prediction, given that the one before it was accepted
 PRIOR_TRIALS = 2.0  # trials that the prior counts as
 WINDOW = 512.0  # trials of a position that are remembered, since text changes
 FORGETTING_STEPS = 300.0  # a step forgets 1/300 of the trials of positions that it does not try
@@ -69,32 +68,19 @@ class Survival:
         for trials in self._trials[limit - 1 :]:
             trials.scale(1.0 - 1.0 / FORGETTING_STEPS)
 
-    def runs(self, longest: int, off: float = 0.0) -> list[float]:
-        """Mean lengths of runs of at most 1, 2, ... `longest` tokens, if each chance is so many
-        standard deviations greater than it seems."""
+    def runs(self, longest: int) -> list[float]:
+        """Mean lengths of runs of at most 1, 2, ... `longest` tokens."""
         survival, reached, found = PRIOR_SURVIVAL, 1.0, [1.0]
         for seen in self._trials[: longest - 1]:
-            trials = seen.tried + PRIOR_TRIALS
             survival = seen.chance(survival, PRIOR_TRIALS)
-            # Without a failure among that many trials, one in as many may still fail.
-            deviation = math.sqrt(survival * max(1.0 - survival, 1.0 / trials) / trials)
-            reached *= min(max(survival + off * deviation, 0.0), 1.0)
+            reached *= survival
             found.append(found[-1] + reached)
         return found
 
 
 def with_draftless_steps(runs: list[float]) -> list[float]:
     """Tokens per step of a request that emits only what is confirmed, its steps without drafts
-    counted too, from the lengths of the runs of its steps with drafts."""
+    counted too, from the lengths of the runs of its steps with drafts. A step whose drafts are not
+    all confirmed leaves none for the next one, which gives one token."""
     pairs = itertools.pairwise(runs)
-    return [1.0, *(1.0 + share_with_drafts(before, run) * (run - 1.0) for before, run in pairs)]
-
-
-def share_with_drafts(before: float, run: float) -> float:
-    """Share of a request's steps that have drafts: a step whose drafts are not all confirmed leaves
-    none for the next one, which gives one token.
-
-    Args:
-        before, run: lengths of its runs; `run` with one token more.
-    """
-    return 1.0 / (2.0 - (run - before))
+    return [1.0, *(1.0 + (run - 1.0) / (2.0 - (run - before)) for before, run in pairs)]

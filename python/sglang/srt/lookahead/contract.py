@@ -29,12 +29,6 @@ class Budget:
 
     # The most tokens that an adjustable request may predict, the step's own one among them.
     limit: int
-    # Rows that a packed step has room for, also for prompts; None: for all that may be fed.
-    num_rows: int | None = None
-    # The policy's bet on the step, which comes back with the outcome: what the step costs beyond a
-    # plain one, as far as it is not paid yet, and what a token is worth.
-    owed_ms: float = 0.0
-    token_ms: float = 0.0
     settled: int = 0  # drafts of steps as they come, for people; this step may try others
     # The drafter's model may be left out of a step without drafts: none come for some time.
     rests: bool = False
@@ -50,7 +44,7 @@ class StepPlan:
     lookahead_token: int = NO_TOKEN  # fed by rows after the pending tokens
     wants_probs: bool = False  # the drafter looks at `ComputedStep.probs`
     wants_paths: bool = False  # results carry confirmed paths (`GenerationBatchResult.paths`)
-    wants_scores: bool = False  # the record copies `Confidence.drafts` from before the step
+    wants_scores: bool = False  # the record copies `RequestRows.confidence` from before the step
     accepts_unconfirmed: bool = False  # requests may be given `Drafter.num_unconfirmed` tokens
     # Chosen by a length policy, carried by results: drafts of a request one after the other, or
     # tokens that it predicts from masks.
@@ -80,7 +74,7 @@ class StepRecord:
     rows: Sequence[int]  # R rows of the page table
     plan: StepPlan
     lens: HostCopy | None = None  # `Drafter.lens` from before the step
-    scores: HostCopy | None = None  # `Confidence.drafts`, likewise, if `StepPlan.wants_scores`
+    scores: HostCopy | None = None  # `RequestRows.confidence`, likewise, if the plan wants scores
     notes: list[object] = field(default_factory=list)  # of debugging, while it was launched
 
 

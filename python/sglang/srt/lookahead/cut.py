@@ -30,7 +30,7 @@ from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 Floats = NDArray[np.float64]
-Scores = NDArray[np.float32]  # see `Confidence.drafts`
+Scores = NDArray[np.float32]  # see `RequestRows.confidence`
 
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32

@@ -52,13 +52,14 @@ class LoadAwareDrafts(LengthPolicy):
         return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
 
     def __init__(self, parts: PolicyParts) -> None:
-        assert parts.rounds is not None, "Tiers go by prices, and none were measured."
-        self._prices, self._options = parts.rounds, parts.options
+        prices = parts.rounds or parts.steps
+        assert prices is not None, "Tiers go by prices, and none were measured."
+        self._rounds, self._options = parts.rounds, parts.options
         self._stretches = Stretches(parts.num_rows)
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._graph_size, self._feed_ms = parts.graph_size, parts.feed_ms
         self._tiers = self.tiers(parts.options)
-        self._least_gain = max(self.least_gain, parts.rounds.spread)
+        self._least_gain = max(self.least_gain, prices.spread)
         self._allowance = TrialAllowance()
         self._rest = RestRule()
         self._costs = dict[int, Mapping[int, float]]()  # by requests, padded
@@ -101,8 +102,9 @@ class LoadAwareDrafts(LengthPolicy):
             adaptive, tiers = self._options.adaptive, self._tiers
             if adaptive is not None:
                 tiers = tuple(sorted({0, *adaptive.slot(size).candidate_steps}))
+            assert self._rounds is not None, "A drafter of drafts has them."
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
-            self._costs[size] = {tier: self._prices.round_ms(case, tier) for tier, case in cases}
+            self._costs[size] = {tier: self._rounds.round_ms(case, tier) for tier, case in cases}
         return self._costs[size]
 
     def _with_probe(

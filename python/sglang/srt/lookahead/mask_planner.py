@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -12,7 +12,7 @@ from sglang.srt.lookahead.contract import Budget, Planner, StepPlan, StepRecord
 from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.step_ops import PackedSize, StepCounts
+from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
@@ -28,10 +28,6 @@ class MTPConfig:
     # Look at how many tokens are pending and pad to the longest run of the batch, not to the
     # longest possible one: for devices where looking costs nothing.
     trims_rows: bool = False
-    # Where the length policy grants a step fewer rows than requests may need, the device divides
-    # them by what is pending then; for attention backends that learn lengths there. If not, each
-    # request has the most rows that it may need.
-    packs_rows: bool = False
     length_policy: str = "fixed"  # a name in `LENGTH_POLICIES` (registry.py)
     # Steps of several rows per request replay no captured graph, though steps of one row do; the
     # first such step logs a warning.
@@ -89,13 +85,9 @@ class MaskPlanner(Planner):
             request = requests[place]
             k = min(request.k, limit) if request.is_adjustable else request.k
             predicted[place] = request.bound = k
-        if max(predicted) <= 1 and max(pending) <= 1:
-            counts = StepCounts.plain(batch)
-        else:
+        counts = StepCounts.plain(batch)
+        if max(predicted) > 1 or max(pending) > 1:
             counts = _counts(batch, requests, predicted, pending)
-            if config.packs_rows and budget is not None and budget.num_rows is not None:
-                size = _packed_size(batch, requests, counts, pending, budget.num_rows)
-                counts = replace(counts, packed=size)
         flags = zip(predicted, pending, counts.emits_only_confirmed, strict=True)
         return StepPlan(
             counts=counts,
@@ -117,31 +109,23 @@ class MaskPlanner(Planner):
         if not any(request.k > 1 and request.is_adjustable for request in emitting):
             return None
         bounds = compress([0] * split + pending[split:], batch.emits)
-        wishes = zip(emitting, bounds, strict=True)
-        asked = Counter([(each.kind, each.k, each.is_adjustable, bound) for each, bound in wishes])
-        upcoming = UpcomingStep.of(
-            batch,
-            {EmittingRequest(*each): count for each, count in asked.items()},
-            is_packed=self._config.packs_rows,
-        )
-        return self.policy.choose(upcoming)
+        pairs = zip(emitting, bounds, strict=True)
+        asked = Counter([(each.kind, each.k, each.is_adjustable, bound) for each, bound in pairs])
+        wishes = {EmittingRequest(*each): count for each, count in asked.items()}
+        return self.policy.choose(UpcomingStep.of(batch, wishes))
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
         """See `Planner`. A request that emits only what is confirmed has the drafts that the step
-        before left it, of which a packed step may feed fewer. With a threshold those count that
-        were predicted: that some were not sure enough is part of its kind. Nothing is learnt of one
-        that emits nothing or sat the step out."""
-        num_tried, num_drafts = list[int](), result.num_drafts
-        requests = [self._requests[row] for row in record.rows]
-        for i, (request, taken) in enumerate(zip(requests, result.accept_lens, strict=True)):
-            tried = predicted = record.plan.counts.num_predicted[i]
+        before left it. Of these all count that were predicted: that some were not sure enough is
+        part of its kind. Nothing is learnt of one that emits nothing or sat the step out."""
+        num_tried, requests = list[int](), [self._requests[row] for row in record.rows]
+        for request, taken, predicted in zip(
+            requests, result.accept_lens, record.plan.counts.num_predicted, strict=True
+        ):
+            tried = predicted
             if predicted and request.confirms:
-                tried = max(request.pending, taken)
-                request.pending = predicted if taken == tried else 1
-                if taken == 0:
-                    tried = 0
-                elif request.tau == 0:
-                    tried = 1 + (num_drafts[i] if num_drafts else 0)
+                tried = max(request.pending, taken) if taken else 0
+                request.pending = predicted if 0 < taken == tried else 1
             num_tried.append(tried)
         outcome = StepOutcome(
             plan=record.plan,
@@ -150,7 +134,6 @@ class MaskPlanner(Planner):
             num_accepted=result.accept_lens,
             num_tokens=sum(result.accept_lens),
             kinds=[request.kind for request in requests],
-            is_adjustable=[request.is_adjustable for request in requests],
         )
         self.policy.observe(outcome)
 
@@ -166,26 +149,3 @@ def _counts(
         counts.q_lens.append(q_len)
         counts.num_read.append(q_len if is_confirmed and not num_prompt else k)
     return counts
-
-
-def _packed_size(
-    batch: ScheduleBatch,
-    requests: list[_Request],
-    counts: StepCounts,
-    pending: list[int],
-    num_rows: int,
-) -> PackedSize:
-    """Room of a step that the device divides; `num_rows` as in `Budget`."""
-    fixed_rows = fixed_reads = num_spare = most = num_cut = 0
-    for i, request in enumerate(requests):
-        is_decode = i >= batch.num_prompts
-        if is_decode and request.k > 1 and request.confirms:
-            num_cut += 1
-            most += counts.q_lens[i]
-            continue
-        fixed_rows += counts.q_lens[i]
-        fixed_reads += counts.num_read[i]
-        # Unverified requests may have fewer pending tokens than the host expects.
-        num_spare += pending[i] - 1 if is_decode else 0
-    given = min(most, max(num_rows - fixed_rows, num_cut))
-    return PackedSize(fixed_rows + given, fixed_reads + min(most, given + num_spare))

@@ -3,9 +3,8 @@ chosen, and what was accepted when its result is read."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,10 +12,6 @@ from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.step.price_table import PromptChunk, StepShape
 from sglang.srt.step.worker import ScheduleBatch
-
-# Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.
-ShareWithDrafts = Callable[[Kind, int], float]
-MARGIN = 2.0  # standard deviations of the number of requests with drafts
 
 
 class EmittingRequest(NamedTuple):
@@ -38,7 +33,6 @@ class UpcomingStep:
     longest_prompt: int = 0  # and by one request
     prompt_reqs: int = 0  # requests that feed prompt tokens and emit nothing yet
     prompts: tuple[PromptChunk, ...] = ()
-    is_packed: bool = False  # the device divides its rows among requests (`Budget.num_rows`)
     is_fed: bool = True  # the drafter's model has been fed all tokens of those that emit
     num_reqs: int = field(init=False)  # those that emit
     num_plain: int = field(init=False)  # of these, who do not look ahead
@@ -50,7 +44,6 @@ class UpcomingStep:
         batch: ScheduleBatch,
         emitting: Mapping[EmittingRequest, int],
         *,
-        is_packed: bool = False,
         is_fed: bool = True,
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
@@ -66,7 +59,6 @@ class UpcomingStep:
             prompts=tuple(
                 [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
             ),
-            is_packed=is_packed,
             is_fed=is_fed,
         )
 
@@ -87,43 +79,26 @@ class UpcomingStep:
         return frozenset(emitting.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
 
     @property
-    def is_plain(self) -> bool:
-        """Tells whether no request has more to feed than its one pending token or its prompt."""
-        return all(
-            request.pending <= 1 and (request.is_adjustable or request.k == 1)
-            for request in self.emitting
-        )
-
-    @property
     def longest(self) -> int:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
 
     def current_shape(
-        self,
-        limit: int,
-        share: ShareWithDrafts | None = None,
-        is_steady: bool = False,
-        with_prompts: bool = True,
+        self, limit: int, is_steady: bool = False, with_prompts: bool = True
     ) -> StepShape:
         """The shape with what is pending now or, if `is_steady`, all that a step of this limit
-        before predicted; of requests that can be cut the most or, by their share, probably enough
-        rows."""
+        before predicted."""
         reqs = rows = read = widest = 0
         for (kind, k, is_adjustable, pending), count in self.emitting.items():
             pending = pending if with_prompts else max(pending, 1)
-            can_be_cut = kind is not None and kind.emits_only_confirmed and pending > 0
+            is_verified = kind is not None and kind.emits_only_confirmed and pending > 0
             length = min(k, limit) if is_adjustable else k
             pending = min(pending, 1) + length - 1 if is_steady else pending
-            num_rows = count * (pending + length - 1)
-            if self.is_packed and can_be_cut and kind is not None and share is not None:
-                chance = share(kind, pending)
-                likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
-                num_rows = count * length + math.ceil(min(count, likely) * (pending - 1))
+            width = pending + length - 1
             reqs += count
-            rows += num_rows
-            read += num_rows if can_be_cut else count * length
-            widest = max(widest, pending + length - 1)
+            rows += count * width
+            read += count * (width if is_verified else length)
+            widest = max(widest, width)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
         alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
         if not with_prompts:
@@ -148,5 +123,4 @@ class StepOutcome:
     num_tokens: int = 0  # given to all requests
     num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
     kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
-    is_adjustable: Sequence[bool] = ()  # R; see `EmittingRequest`; empty: all are
     paths: Sequence[Sequence[int]] = ()  # see `HostResult`

@@ -38,7 +38,6 @@ from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DrafterType
 from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
-from sglang.srt.step.step_sizes import MAX_MASKS, MAX_REQUESTS
 
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 2048  # beyond, a GPU is busy for longer than the launches take
@@ -273,13 +272,6 @@ def _mtp(args: ServerArgs, mask: int, environ: Environ, execution: ExecutionConf
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=is_cpu,
-        packs_rows=not is_cpu and _can_pack(args, execution),
         length_policy="fixed" if environ.mtp_fixed_k else "load_aware_masks",
         bypasses_graphs=execution.max_graph_width > 0 and args.disable_mtp_cuda_graph,
     )
-
-
-def _can_pack(args: ServerArgs, execution: ExecutionConfig) -> bool:
-    """Tells whether the device may divide a step's rows among its requests without a wait."""
-    is_small = args.max_running_requests <= MAX_REQUESTS and args.mtp_max_k - 1 <= MAX_MASKS
-    return is_small and execution.capabilities.reads_q_starts

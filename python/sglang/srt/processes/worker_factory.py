@@ -105,7 +105,7 @@ def make_worker(
         1 + needs.max_drafts,
         target.vocab_size,
         needs.has_trees,
-        needs.max_masks,
+        needs.keeps_confidence,
     )
     for runner in runners.runners:
         runner.checks.clear()  # of a worker that was made before

@@ -74,9 +74,8 @@ class DrafterNeeds:
         topk: drafts that follow each one, at most, for people to know.
         max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
             chains.
-        max_masks: look-ahead rows after the drafts of a request, at most, if the drafter packs
-            steps (`StepCounts.packed`) or reads how sure it was of drafts (`Confidence`); None: it
-            never does.
+        keeps_confidence: the drafter packs steps (`StepCounts.packed`), or reads how sure it was of
+            drafts (`RequestRows.confidence`).
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
@@ -100,7 +99,7 @@ class DrafterNeeds:
     has_trees: bool = False
     topk: int = 1
     max_confirmed: int | None = None
-    max_masks: int | None = None
+    keeps_confidence: bool = False
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False

@@ -35,7 +35,7 @@ class EagleVerifyInput:
     Attributes:
         draft_token: [D, S] int64; the target's ids.
         confidence: [D, S] float32; by the head, the probability that a draft is right, if those
-            before it are (`Confidence.drafts`). None: not asked for.
+            before it are (`RequestRows.confidence`). None: not asked for.
         parents: [D, S] int32; see `DraftTrees.write`. None: chains.
         per_request_draft_token_num: [D] int64; how many of its S drafts each request proposes, the
             first ones; the certain token is not counted. None: all S.

@@ -55,7 +55,6 @@ class MaskDrafter(Drafter):
         return DrafterNeeds(
             max_drafts=options.max_k - 1,
             max_rows=2 * options.max_k - 1,
-            max_masks=options.max_k - 1 if options.packs_rows else None,
             suppressed_token_ids=(options.mask_token_id,),
             needs_prices=policy.needs_prices,
             bypasses_graphs=options.bypasses_graphs,

@@ -66,10 +66,7 @@ class TorchMaskOps:
         offsets = torch.arange(state.max_pending - 1, device=first.device)
         places = (first[:, None] + offsets).clamp(0, len(chosen.targets) - 1)
         num_drafts = self._confident_run(chosen, first, num_masks)
-        confidence = None if chosen.probs is None else chosen.probs[places]
-        state.write_drafts(
-            per_request[ROW], chosen.targets[places], num_drafts, confidence=confidence
-        )
+        state.write_drafts(per_request[ROW], chosen.targets[places], num_drafts)
 
     def _confident_run(
         self, chosen: ChosenTokens, starts: torch.Tensor, lens: torch.Tensor

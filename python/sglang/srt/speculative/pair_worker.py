@@ -131,7 +131,7 @@ class PairDrafter(Drafter):
     def needs(options: PairConfig) -> DrafterNeeds:
         needs = _kind(options).needs(options.drafter.options)
         assert not needs.has_trees, "Chains alone."
-        return replace(needs, max_masks=needs.max_masks or 0)
+        return replace(needs, keeps_confidence=True)
 
     @staticmethod
     def models(options: PairConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
@@ -207,7 +207,7 @@ class PairDrafter(Drafter):
         columns = state.committed[rows][:, None] + self._offsets[:num_drafts]
         columns = columns.clamp(max=state.tokens.shape[1] - 1)
         tokens = state.tokens[rows[:, None], columns].to(torch.int64)
-        expected = state.confidence.drafts[rows, :num_drafts].cumprod(1).sum(1)
+        expected = state.confidence[rows, :num_drafts].cumprod(1).sum(1)
         return self._of_model.judge(rows, tokens, counts, expected)
 
 

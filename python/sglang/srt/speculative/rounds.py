@@ -57,7 +57,7 @@ def needs_of_rounds(rounds: RoundOptions) -> DrafterNeeds:
         has_trees=rounds.has_trees,
         topk=1 if rounds.tree is None else rounds.tree.topk,
         max_confirmed=rounds.max_confirmed,
-        max_masks=None if rounds.tile_spec_cache is None else 0,
+        keeps_confidence=rounds.tile_spec_cache is not None,
         needs_prices=rounds.needs_prices,
         price_cache=rounds.tile_spec_cache,
         rounds={rounds.num_drafts(tier): each.batch_sizes for tier, each in rounds.states.items()},

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_launch import begin
 from sglang.srt.speculative.drafter import ChosenTokens
-from sglang.srt.step import request_rows, step_ops
+from sglang.srt.step import step_ops
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     NUM_COUNTS,
@@ -24,7 +24,6 @@ _EMITS = tl.constexpr(step_ops.EMITS)
 _NUM_PREDICTED = tl.constexpr(step_ops.NUM_PREDICTED)
 _READ_START = tl.constexpr(step_ops.READ_START)
 _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
-_PRIOR_CONFIDENCE = tl.constexpr(request_rows.PRIOR_CONFIDENCE)
 
 
 @triton.jit
@@ -60,11 +59,11 @@ def _num_confident_kernel(
 @triton.jit(do_not_specialize=["num_reqs", "num_read", "accept_stride", "early"])
 def _propose_kernel(
     per_request_ptr, num_pending_ptr, accept_lens_ptr, targets_ptr, probs_ptr, thresholds_ptr,
-    committed_ptr, pending_lens_ptr, num_tokens_ptr, token_table_ptr, outside_ptr, confidence_ptr,
-    num_reqs, num_read, accept_stride, table_width, confidence_width,
+    committed_ptr, pending_lens_ptr, num_tokens_ptr, token_table_ptr, outside_ptr,
+    num_reqs, num_read, accept_stride, table_width,
     HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (requests). confidence_ptr: [N, confidence_width], of `Confidence`; None without it."""
+    """Grid (requests)."""
     begin(PDL, early)
     request = tl.program_id(0)
     own = per_request_ptr + request
@@ -83,13 +82,6 @@ def _propose_kernel(
     committed = tl.load(committed_ptr + row)
     sequence = token_table_ptr + row * table_width
     store_inside(sequence, committed + 1 + offset, token, exists, table_width, outside_ptr)
-    if confidence_ptr is not None:
-        confidence = tl.full([BLOCK], _PRIOR_CONFIDENCE, tl.float32)
-        if HAS_PROBS:
-            confidence = tl.load(probs_ptr + first + offset, mask=exists, other=0.0)
-        confidence = tl.where(exists, confidence, 0.0)
-        is_told = offset < tl.where(has_drafts, confidence_width, 0)
-        tl.store(confidence_ptr + row * confidence_width + offset, confidence, mask=is_told)
     tl.store(pending_lens_ptr + row, 1 + run, mask=has_drafts)
     tl.store(num_tokens_ptr + row, committed + 1 + run, mask=has_drafts)
 
@@ -133,8 +125,7 @@ class TritonMaskOps:
         _propose_kernel[(num_reqs,)](
             per_request, layout.lookahead.num_pending, accept_lens, chosen.targets, probs,
             self._thresholds, state.committed, state.pending_lens, state.num_tokens, state.tokens,
-            state.outside, None if state.confidence is None else state.confidence.drafts,
+            state.outside,
             num_reqs, len(chosen.targets), accept_lens.stride(0), state.tokens.shape[1],
-            state.max_pending - 1,
             HAS_PROBS=probs is not None, BLOCK=self._block, num_warps=1, **self._launch,
         )  # fmt: skip

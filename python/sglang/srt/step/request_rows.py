@@ -4,7 +4,6 @@ before the host has read the one before."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -20,30 +19,8 @@ from sglang.srt.step.worker import EndedText, NewRow
 PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter gives none
 
 
-@dataclass(frozen=True, slots=True)
-class Confidence:
-    """Probabilities that look-ahead is confirmed, by row of the page table.
-
-    Attributes:
-        drafts: [N, P - 1] float32; probability that a draft is confirmed if those before it are. 0
-            where the request was given fewer drafts than others.
-        masks: [N, K] float32; probability that the prediction of a mask row after the drafts is
-            confirmed if the drafts and the predictions before it are.
-    """
-
-    drafts: torch.Tensor
-    masks: torch.Tensor
-
-    @classmethod
-    def prior(
-        cls, num_rows: int, max_drafts: int, max_masks: int, device: torch.device
-    ) -> Confidence:
-        shapes = (num_rows, max_drafts), (num_rows, max_masks)
-        return cls(*(torch.full(shape, PRIOR_CONFIDENCE, device=device) for shape in shapes))
-
-
 def confidence_of_scores(scores: torch.Tensor) -> torch.Tensor:
-    """[R, D] float32; `Confidence.drafts` whose products are these scores.
+    """[R, D] float32; `RequestRows.confidence` whose products are these scores.
 
     Args:
         scores: [R, D] float32; 0 to 1, none greater than the one before it.
@@ -78,8 +55,9 @@ class RequestRows:
         pending_lens: [N] int64; tokens without KV that the next decode step feeds, at least 1; 1
             while there is a prompt to read.
         max_pending: the most that can be pending.
-        confidence: probabilities by which the device divides a step's rows among requests
-            (`RowPacking`); None: it never does.
+        confidence: [N, max_pending - 1] float32; probability that a draft is confirmed if those
+            before it are, 0 where the request was given fewer drafts than others. By it the device
+            divides a step's rows among requests (`RowPacking`). None: nobody asks.
         trees: the shape of the pending tokens where they may be a tree; None: they are chains.
         num_admitted: host list of N; for each row, the number of requests that have had it so far.
         on_end: functions that get texts that have ended, while these are still in `tokens`.
@@ -87,8 +65,7 @@ class RequestRows:
     Args:
         page_table: has the same rows.
         has_trees: pending tokens may be trees.
-        max_masks: look-ahead rows after the pending tokens of a request, at most, where steps may
-            be packed; None: they may not.
+        keeps_confidence: there is `confidence`.
     """
 
     def __init__(
@@ -97,7 +74,7 @@ class RequestRows:
         max_pending: int,
         vocab_size: int,
         has_trees: bool = False,
-        max_masks: int | None = None,
+        keeps_confidence: bool = False,
     ) -> None:
         self._page_table = page_table
         self.vocab_size = vocab_size
@@ -109,9 +86,10 @@ class RequestRows:
         self.num_admitted = [0] * num_rows
         self.on_end: list[Callable[[list[EndedText]], None]] = []
         self.trees = DraftTrees(num_rows, max_pending, self._device) if has_trees else None
-        self.confidence: Confidence | None = None
-        if max_masks is not None:
-            self.confidence = Confidence.prior(num_rows, max_pending - 1, max_masks, self._device)
+        self.confidence: torch.Tensor | None = None
+        if keeps_confidence:
+            shape = num_rows, max_pending - 1
+            self.confidence = torch.full(shape, PRIOR_CONFIDENCE, device=self._device)
         # Each kind has an even number: kernels get addresses that are multiples of 16 bytes.
         shape = (5, num_rows + num_rows % 2)
         self._integers = torch.ones(shape, dtype=torch.int64, device=self._device)
@@ -194,7 +172,7 @@ class RequestRows:
             num_drafts: [R] int64; drafts of each request, from the first on; 0 leaves a request
                 unchanged, as those that have not emitted. None: all drafts of each.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
-            confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
+            confidence: [R, D] float32; see `self.confidence`. None: nothing is known.
         """
         width = tokens.shape[1]
         assert width < self.max_pending, "More drafts than may be pending."
@@ -206,10 +184,10 @@ class RequestRows:
         # Where there are fewer drafts a column occurs twice; it keeps the token that it has.
         exists, has_drafts = offsets < num_drafts[:, None], num_drafts > 0
         if self.confidence is not None:
-            told = self.confidence.drafts[rows, :width]
+            told = self.confidence[rows, :width]
             new = PRIOR_CONFIDENCE if confidence is None else confidence
             new = torch.where(exists, new, 0.0)
-            self.confidence.drafts[rows, :width] = torch.where(has_drafts[:, None], new, told)
+            self.confidence[rows, :width] = torch.where(has_drafts[:, None], new, told)
         columns = first + torch.where(exists, offsets, -1)
         known = self.tokens[rows[:, None], columns]
         self.tokens[rows[:, None], columns] = torch.where(exists, tokens.to(torch.int32), known)

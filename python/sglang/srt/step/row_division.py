@@ -2,10 +2,9 @@
 and plain torch: the CPU runtime and the oracle.
 
 The host knows how many rows a step has. The device knows the rows that each request would feed:
-first rows that it feeds in any case, then its drafts, then masks that predict drafts of the next
-step. The value of a draft is the model's probability that it, and all drafts before it, are
-confirmed. The most valuable rows of all requests are kept. Values never rise along a request, so it
-is cut from its right.
+first rows that it feeds in any case, then its drafts. The value of a draft is the model's
+probability that it, and all drafts before it, are confirmed. The most valuable drafts of all
+requests are kept. Values never rise along a request, so it is cut from its right.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS
+from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_REQUESTS
 
 # Values are compared as integers from 0 to this, rounded down.
 HIGHEST_VALUE = 65534
@@ -30,107 +29,70 @@ class WantedRows:
     Attributes:
         least: [R] int64; rows that each feeds in any case.
         num_drafts: [R] int64; drafts after them.
-        num_masks: [R] int64; masks after the drafts.
-        draft_confidence: [N, P] float32; P(draft j is confirmed | those before it are).
-        mask_confidence: [N, K] float32; P(the prediction of mask i is confirmed | all drafts and
-            the predictions of the masks before it are).
-        rows: [R] int64; each request's row of the two tables; None: request i has row i.
+        confidence: [N, P] float32; P(draft j is confirmed | those before it are).
+        rows: [R] int64; each request's row of that table; None: request i has row i.
     """
 
     least: torch.Tensor
     num_drafts: torch.Tensor
-    num_masks: torch.Tensor
-    draft_confidence: torch.Tensor
-    mask_confidence: torch.Tensor
+    confidence: torch.Tensor
     rows: torch.Tensor | None = None
 
     def check(self, num_rows: int) -> None:
         """Checks shapes, not values."""
         num_reqs = len(self.least)
         assert 1 <= num_reqs <= MAX_REQUESTS, f"{num_reqs} requests"
-        assert self.draft_confidence.shape[1] <= MAX_DRAFTS, self.draft_confidence.shape
-        assert self.mask_confidence.shape[1] <= MAX_MASKS, self.mask_confidence.shape
+        assert self.confidence.shape[1] <= MAX_DRAFTS, self.confidence.shape
         assert num_rows >= 0, f"{num_rows} rows"
-        counts = [self.least, self.num_drafts, self.num_masks]
+        counts = [self.least, self.num_drafts]
         counts += [] if self.rows is None else [self.rows]
         for tensor in counts:
             assert tensor.shape == (num_reqs,), tensor.shape
             assert tensor.dtype == torch.int64, tensor.dtype
-        tables = [self.draft_confidence, self.mask_confidence]
-        for tensor in tables:
-            assert tensor.dtype == torch.float32, tensor.dtype
-            assert self.rows is not None or len(tensor) >= num_reqs, "Fewer rows than requests."
-        assert all(tensor.is_contiguous() for tensor in counts + tables)
-
-
-@dataclass(frozen=True, slots=True)
-class DividedRows:
-    """The rows that each request feeds.
-
-    Attributes:
-        q_starts: [R + 1] int64; place of each request's first row in the step, then the end of the
-            last one's; never descending, and `num_rows` at most.
-        num_drafts_kept: [R] int64; counted from the first.
-        num_masks_kept: [R] int64; counted from the first; 0 where not all drafts are kept.
-    """
-
-    q_starts: torch.Tensor
-    num_drafts_kept: torch.Tensor
-    num_masks_kept: torch.Tensor
+        assert self.confidence.dtype == torch.float32, self.confidence.dtype
+        fits = self.rows is not None or len(self.confidence) >= num_reqs
+        assert fits, "Fewer rows than requests."
+        assert all(tensor.is_contiguous() for tensor in (*counts, self.confidence))
 
 
 class RowDivision(Protocol):
     """Each implementation computes the same, bit for bit, and none waits for the device."""
 
-    def divide(self, wanted: WantedRows, num_rows: int) -> DividedRows:
-        """Keeps the `num_rows - sum(least)` most valuable drafts and masks. If there are fewer, it
-        keeps all, and the step has rows after `q_starts[R]` that no request feeds.
+    def divide(self, wanted: WantedRows, num_rows: int) -> torch.Tensor:
+        """Keeps the `num_rows - sum(least)` most valuable drafts. If there are fewer, it keeps all,
+        and the step has rows after the last request's that no request feeds.
 
-        A row's value is the product of its request's confidences up to its own, those of drafts
-        first: float32, multiplied from the left, times HIGHEST_VALUE, rounded down. Of equal values
-        the row with fewer drafts and masks before it in its request goes first, then that of the
-        earlier request.
+        A draft's value is the product of its request's confidences up to its own: float32,
+        multiplied from the left, times HIGHEST_VALUE, rounded down. Of equal values the draft with
+        fewer before it in its request goes first, then that of the earlier request.
 
         Impossible inputs are bounded, so only a wrong `rows` reads or writes out of bounds. A
-        confidence that is NaN or negative counts as 0, and one above 1 as 1. `num_drafts` and
-        `num_masks` are bounded by the tables' widths, `least` by 0 and `num_rows`. If `sum(least)`
-        is more than `num_rows`, no draft or mask is kept, and requests at the end get the remaining
-        rows, or none.
+        confidence that is NaN or negative counts as 0, and one above 1 as 1. `num_drafts` is
+        bounded by the table's width, `least` by 0 and `num_rows`. If `sum(least)` is more than
+        `num_rows`, no draft is kept, and requests at the end get the remaining rows, or none.
+
+        Returns:
+            [R + 1] int64; place of each request's first row in the step, then the end of the last
+            one's; never descending, and `num_rows` at most.
         """
 
 
 class TorchRowDivision:
     """See `RowDivision`. It sorts; on a GPU no kernel may take that long."""
 
-    def divide(self, wanted: WantedRows, num_rows: int) -> DividedRows:
+    def divide(self, wanted: WantedRows, num_rows: int) -> torch.Tensor:
         wanted.check(num_rows)
         num_reqs = len(wanted.least)
         least = wanted.least.clamp(0, num_rows)
-        drafts, masks = wanted.draft_confidence, wanted.mask_confidence
-        if wanted.rows is None:
-            drafts, masks = drafts[:num_reqs], masks[:num_reqs]
-        else:
-            drafts, masks = drafts[wanted.rows], masks[wanted.rows]
-        max_drafts, max_masks = drafts.shape[1], masks.shape[1]
-        num_drafts = wanted.num_drafts.clamp(0, max_drafts)[:, None]
-        num_masks = wanted.num_masks.clamp(0, max_masks)[:, None]
-
-        place = torch.arange(max(max_drafts, max_masks), device=least.device)
-        is_draft, is_mask = place[:max_drafts] < num_drafts, place[:max_masks] < num_masks
-        # Missing drafts get confidence 1, so that they do not change the products of masks.
-        values = _values(torch.cat((drafts.masked_fill(~is_draft, 1), masks), 1))
-        offsets = torch.cat(
-            (place[:max_drafts].expand(num_reqs, -1), num_drafts + place[:max_masks]), 1
-        )
-        exists = torch.cat((is_draft, is_mask), 1)
+        confidence = wanted.confidence
+        confidence = confidence[:num_reqs] if wanted.rows is None else confidence[wanted.rows]
+        place = torch.arange(confidence.shape[1], device=least.device)
+        exists = place < wanted.num_drafts[:, None]
         room = (num_rows - least.sum()).clamp(min=0)
-        kept = exists & _come_first(_order(values, offsets), exists, room)
-
-        num_drafts_kept = kept[:, :max_drafts].sum(1)
-        num_masks_kept = kept[:, max_drafts:].sum(1)
+        kept = exists & _come_first(_order(_values(confidence), place), exists, room)
         q_starts = least.new_zeros(num_reqs + 1)
-        q_starts[1:] = (least + num_drafts_kept + num_masks_kept).cumsum(0).clamp(max=num_rows)
-        return DividedRows(q_starts, num_drafts_kept, num_masks_kept)
+        q_starts[1:] = (least + kept.sum(1)).cumsum(0).clamp(max=num_rows)
+        return q_starts
 
 
 def _values(confidence: torch.Tensor) -> torch.Tensor:
@@ -141,11 +103,11 @@ def _values(confidence: torch.Tensor) -> torch.Tensor:
     return (bounded * HIGHEST_VALUE).to(torch.int64)
 
 
-def _order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _order(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Returns unique sort keys, [R, W] int64; lower keys win."""
     num_reqs, width = values.shape
     request = torch.arange(num_reqs, device=values.device)[:, None]
-    return ((HIGHEST_VALUE - values) * width + offsets) * num_reqs + request
+    return ((HIGHEST_VALUE - values) * width + places) * num_reqs + request
 
 
 def _come_first(order: torch.Tensor, exists: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ class StepCounts:
         is_plain: each request feeds its prompt or its one pending token, and one row of it is read
             at most.
         packed: None: the numbers are exact, and rows after the pending tokens feed the look-ahead
-            token. Otherwise they are the most of each request, and the device divides
-            `packed.num_rows` rows among the requests.
+            token. Otherwise they are the most of each request, none of which feeds that token, and
+            the device divides `packed.num_rows` rows among the requests.
     """
 
     q_lens: list[int]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 # Of steps whose rows the device divides.
 MAX_REQUESTS = 512
 MAX_DRAFTS = 64
-MAX_MASKS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,33 +12,24 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_launch import begin
 from sglang.srt.step import row_division
-from sglang.srt.step.row_division import DividedRows, WantedRows
-from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS
+from sglang.srt.step.row_division import WantedRows
+from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_REQUESTS
 from sglang.srt.step.triton_commit_run import step_launch
 
 THREADS_OF_WARP = 32
 _HIGHEST_VALUE = tl.constexpr(row_division.HIGHEST_VALUE)
 _NUM_VALUES = tl.constexpr(triton.next_power_of_2(row_division.HIGHEST_VALUE + 2))
-_NUM_OFFSETS = tl.constexpr(
-    triton.next_power_of_2(row_division.MAX_DRAFTS + row_division.MAX_MASKS + 1)
-)
+_NUM_OFFSETS = tl.constexpr(triton.next_power_of_2(row_division.MAX_DRAFTS + 1))
 _ABSENT = tl.constexpr(-1)  # the value of a row that does not exist; no count asks for it
 
 
 @triton.jit
 def _write_values(
-    values_ptr, product, confidence_ptr, place, count, exists, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes the values of `count` more rows of each request, [WIDTH, BLOCK] int32.
-
-    Args:
-        product: [BLOCK] float32; of the confidences before them.
-        place: [BLOCK] int64; each request's row of the table of confidences.
-
-    Returns:
-        [BLOCK] float32; the product of all up to here.
-    """
+    values_ptr, confidence_ptr, place, count, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes the values of the `count` drafts of each request, [WIDTH, BLOCK] int32; `place`
+    [BLOCK] int64 is each request's row of the table of confidences."""
+    product = tl.full((BLOCK,), 1.0, tl.float32)
     for column in range(WIDTH):
         is_row = exists & (column < count)
         confidence = tl.load(confidence_ptr + place * WIDTH + column, mask=is_row, other=1.0)
@@ -47,7 +38,6 @@ def _write_values(
         product = product * confidence
         value = tl.where(is_row, (product * _HIGHEST_VALUE).to(tl.int32), _ABSENT)
         tl.store(values_ptr + column * BLOCK + tl.arange(0, BLOCK), value)
-    return product
 
 
 @triton.jit
@@ -99,22 +89,18 @@ def _most_valuable(values, room, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_rows", "out_stride", "early"],
-    do_not_specialize_on_alignment=["least_ptr", "num_drafts_ptr", "num_masks_ptr", "rows_ptr"],
+    do_not_specialize=["num_reqs", "num_rows", "early"],
+    do_not_specialize_on_alignment=["least_ptr", "num_drafts_ptr", "rows_ptr"],
 )
 def _divide_kernel(
-    least_ptr, num_drafts_ptr, num_masks_ptr, rows_ptr,
-    draft_confidence_ptr, mask_confidence_ptr, values_ptr, out_ptr,
-    num_reqs, num_rows, out_stride,
-    MAX_DRAFTS: tl.constexpr, MAX_MASKS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+    least_ptr, num_drafts_ptr, rows_ptr, confidence_ptr, values_ptr, out_ptr, num_reqs, num_rows,
+    MAX_DRAFTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (1). See `RowDivision.divide`.
 
     Args:
-        rows_ptr: None if request i has row i of the tables of confidences.
-        values_ptr: [MAX_DRAFTS + MAX_MASKS, BLOCK] int32; overwritten.
-        out_ptr: [3, out_stride]; `q_starts`, drafts kept, masks kept.
+        rows_ptr: None if request i has row i of the table of confidences.
+        values_ptr: [MAX_DRAFTS, BLOCK] int32; overwritten.
         BLOCK: `num_reqs` at least.
     """
     begin(PDL, early)
@@ -123,63 +109,45 @@ def _divide_kernel(
     least = tl.load(least_ptr + request, mask=exists, other=0)
     least = tl.minimum(tl.maximum(least, 0), num_rows)
     num_drafts = tl.load(num_drafts_ptr + request, mask=exists, other=0)
-    num_drafts = tl.minimum(tl.maximum(num_drafts, 0), MAX_DRAFTS).to(tl.int32)
-    num_masks = tl.load(num_masks_ptr + request, mask=exists, other=0)
-    num_masks = tl.minimum(tl.maximum(num_masks, 0), MAX_MASKS).to(tl.int32)
+    num_kept = tl.minimum(tl.maximum(num_drafts, 0), MAX_DRAFTS).to(tl.int32)
     place = request.to(tl.int64)
     if rows_ptr is not None:
         place = tl.load(rows_ptr + request, mask=exists, other=0)
 
     room = tl.maximum(num_rows - tl.sum(least), 0).to(tl.int32)
-    num_kept = num_drafts + num_masks
     if tl.sum(num_kept) > room:
-        product = tl.full((BLOCK,), 1.0, tl.float32)
-        product = _write_values(
-            values_ptr, product, draft_confidence_ptr, place, num_drafts, exists, MAX_DRAFTS, BLOCK
-        )
-        _write_values(
-            values_ptr + MAX_DRAFTS * BLOCK, product,
-            mask_confidence_ptr, place, num_masks, exists, MAX_MASKS, BLOCK,
-        )  # fmt: skip
+        _write_values(values_ptr, confidence_ptr, place, num_kept, exists, MAX_DRAFTS, BLOCK)
         tl.debug_barrier()  # other threads read them
-        values = _read_values(values_ptr, MAX_DRAFTS + MAX_MASKS, CHUNK, BLOCK)
+        values = _read_values(values_ptr, MAX_DRAFTS, CHUNK, BLOCK)
         num_kept = _most_valuable(values, room, CHUNK, BLOCK)
 
-    num_drafts_kept = tl.minimum(num_kept, num_drafts)
     end = tl.minimum(tl.cumsum(least + num_kept, 0), num_rows)
     tl.store(out_ptr, room.to(tl.int64) * 0)
     tl.store(out_ptr + 1 + request, end, mask=exists)
-    out = out_ptr + out_stride + request
-    tl.store(out, num_drafts_kept.to(tl.int64), mask=exists)
-    tl.store(out + out_stride, (num_kept - num_drafts_kept).to(tl.int64), mask=exists)
 
 
 class TritonRowDivision:
-    """See `RowDivision`. Compiled once for each pair of widths of the tables, and again without
-    `rows`; `max_requests` is the most that a step has, and sets how many threads there are."""
+    """See `RowDivision`. Compiled once for each width of the table, and again without `rows`;
+    `max_requests` is the most that a step has, and sets how many threads there are."""
 
     def __init__(self, device: torch.device, max_requests: int) -> None:
         assert 1 <= max_requests <= MAX_REQUESTS, f"{max_requests} requests"
         self._device = device
         self._max_requests = max_requests
         self._launch = {**tile_and_warps(max_requests), **step_launch(device)}
-        size = self._launch["BLOCK"] * (MAX_DRAFTS + MAX_MASKS)
+        size = self._launch["BLOCK"] * MAX_DRAFTS
         self._values = torch.empty(size, dtype=torch.int32, device=device)
 
-    def divide(self, wanted: WantedRows, num_rows: int) -> DividedRows:
+    def divide(self, wanted: WantedRows, num_rows: int) -> torch.Tensor:
         wanted.check(num_rows)
         num_reqs = len(wanted.least)
         assert num_reqs <= self._max_requests, f"{num_reqs} requests"
-        stride = num_reqs + 1 + (num_reqs + 1) % 2  # all three begin at a multiple of 16 bytes
-        out = torch.empty((3, stride), dtype=torch.int64, device=self._device)
+        out = torch.empty(num_reqs + 1, dtype=torch.int64, device=self._device)
         _divide_kernel[(1,)](
-            wanted.least, wanted.num_drafts, wanted.num_masks, wanted.rows,
-            wanted.draft_confidence, wanted.mask_confidence, self._values, out,
-            num_reqs, num_rows, stride,
-            MAX_DRAFTS=wanted.draft_confidence.shape[1], MAX_MASKS=wanted.mask_confidence.shape[1],
-            **self._launch,
+            wanted.least, wanted.num_drafts, wanted.rows, wanted.confidence, self._values, out,
+            num_reqs, num_rows, MAX_DRAFTS=wanted.confidence.shape[1], **self._launch,
         )  # fmt: skip
-        return DividedRows(out[0, : num_reqs + 1], out[1, :num_reqs], out[2, :num_reqs])
+        return out
 
 
 def tile_and_warps(max_requests: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ def _write_drafts_kernel(
     Args:
         tokens_ptr, told_ptr: [R, width], each row of which lies in one piece.
         num_drafts_ptr: [R]; None: all have `width`.
-        confidence_ptr: [N, confidence_width], of `Confidence`; None without it.
+        confidence_ptr: `RequestRows.confidence`, [N, confidence_width].
         BLOCK: width at least.
     """
     begin(PDL, early)
@@ -63,7 +63,7 @@ def write_drafts(
     """Writes chains as `RequestRows.write_drafts` does; trees are written apart."""
     width = tokens.shape[1]
     assert width < state.max_pending, "More drafts than may be pending."
-    table = None if state.confidence is None else state.confidence.drafts
+    table = state.confidence
     told = None if table is None else confidence
     assert tokens.stride(1) == 1, "Rows lie in one piece."
     assert told is None or told.stride(1) == 1, "Rows lie in one piece."

@@ -140,8 +140,8 @@ class TpModelWorker:
         plan = self._planner.plan(batch, self._known_lens(copied))
         scores = None
         if plan.wants_scores:
-            assert self._state.confidence is not None, "See `DrafterNeeds.max_masks`."
-            scores = HostCopy([self._state.confidence.drafts.clone()])
+            assert self._state.confidence is not None, "See `DrafterNeeds.keeps_confidence`."
+            scores = HostCopy([self._state.confidence.clone()])
         return StepRecord(rows=batch.rows, plan=plan, lens=copied, scores=scores)
 
     @torch.inference_mode()
