@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize, StepCounts
@@ -159,11 +159,11 @@ def best_cut(
         of verifying all, 1 or more.
     """
     most = whole = len(right) - 1
-    best, best_rate, rate = most, 0.0, 0.0
+    best, best_rate, rate, tokens = most, 0.0, 0.0, right.item
     for rows, cost_ms in zip(table.rows, table.costs_ms, strict=True):
         if most and rows >= num_requests:
-            whole = min(rows - num_requests, most)
-            rate = (num_requests + right.item(whole)) / cost_ms
+            whole = rows - num_requests if rows - num_requests < most else most
+            rate = (num_requests + tokens(whole)) / cost_ms
             if rate >= best_rate:
                 best, best_rate = whole, rate
     if best_rate <= rate * (1.0 + least_gain):
@@ -208,7 +208,8 @@ class TileSpec:
         # Steps that it has not heard of: what was said of drafts, drafts fed, tokens taken, paths.
         self._untold = list[tuple[Scores, Sequence[int], list[int], list[list[int]]]]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        self._chances = dict[int, Floats]()  # by these scores, ascending, by the longest chain
+        self._chances: Floats | None = None  # likewise, by these scores
+        self._ascending = dict[int, Floats]()  # of the first drafts of all chains, by how many
         self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
         # Steps that were read, those of them with scores, and of these those that fed drafts.
@@ -255,16 +256,17 @@ class TileSpec:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
         at least, beside rows of prompts; the last bucket is the round that verifies all."""
         rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        times = [cost.rows_ms + cost.kv_ms * case.kv_tokens for cost in costs]
-        if prompt_rows:
-            pairs = zip(rows, times, strict=True)
-            times = [ms - self._rounds.prompts_ms(prompt_rows, count, ms) for count, ms in pairs]
+        kv_tokens, prompts_ms = case.kv_tokens, self._rounds.prompt_row_ms * prompt_rows
+        times = [
+            (ms := rows_ms + kv_ms * kv_tokens) - min(prompts_ms, share * ms)
+            for rows_ms, kv_ms, share in costs
+        ]
         return LatencyTable(rows, tuple(times))
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> tuple[tuple[int, ...], list[LatencyByKV]]:
-        """Returns the rows and the cost of each bucket, as they were measured."""
+    ) -> tuple[tuple[int, ...], list[tuple[float, float, float]]]:
+        """Returns the rows of each bucket, and its `LatencyByKV` with the share of prompts."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._packed.target.sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
@@ -273,7 +275,9 @@ class TileSpec:
         rows = (*(room for room in rooms if room < most), most)
         beside = prompt_rows, num_plain
         costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
-        return rows, [*costs, self._rounds.cost(num_reqs, num_drafts, most, *beside)]
+        costs.append(self._rounds.cost(num_reqs, num_drafts, most, *beside))
+        sums = [prompt_rows + count for count in rows]
+        return rows, [(c.rows_ms, c.kv_ms, prompt_rows / n) for c, n in zip(costs, sums)]
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -319,13 +323,14 @@ class TileSpec:
         """See `expected_right`; of `count` drafts, of chains of `longest`."""
         key = longest, count
         if key not in self._right:
-            if longest not in self._chances:
+            if self._chances is None:
                 assert self._scores is not None, "They were read."
                 if self._untold and self._calibration.is_stale:
                     self._learn()
-                scores = ordered_scores(self._scores, longest)
-                self._chances[longest] = self._calibration.predict(scores)
-            self._right[key] = expected_right(resampled(self._chances[longest], count))
+                self._chances = self._calibration.predict(self._scores)
+            if longest not in self._ascending:
+                self._ascending[longest] = np.sort(self._chances[:, :longest], axis=None)
+            self._right[key] = expected_right(resampled(self._ascending[longest], count))
         return self._right[key]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
@@ -353,17 +358,16 @@ class TileSpec:
             self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
             drafting = [*compress(range(len(num_drafts)), num_drafts)]
-            chains = scores.take(drafting, 0)[:, : max(num_drafts)]
-            self._scores = bounded_scores(chains).cumprod(axis=1)
-            self._chances.clear()
-            self._right.clear()
+            told = bounded_scores(scores.take(drafting, 0)[:, : max(num_drafts)]).cumprod(1)
+            self._scores = extended(told, scores.shape[1])
+            self._chances, self._ascending, self._right = None, {}, {}
         self._num_scored += 1
         return accepted
 
     def _learn(self) -> None:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
         untold, self._untold = self._untold, []
-        self._chances.clear()
+        self._chances, self._ascending = None, {}
         scores, *numbers, paths = zip(*untold, strict=True)
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
@@ -397,16 +401,16 @@ class TileSpec:
                 accepted[index] += 1
 
 
-def ordered_scores(scores: Floats, longest: int) -> Floats:
-    """Ascending scores of the first `longest` drafts of each chain, of [D, S] with D and S at least
-    1. Chains that are shorter are thought of as going on like their last draft."""
+def extended(scores: Floats, longest: int) -> Floats:
+    """Returns [D, longest], from scores [D, S] with D and S at least 1 and S `longest` at most:
+    chains that are shorter are thought of as going on like their last draft."""
     lacking = longest - scores.shape[1]
-    if lacking > 0:
+    if lacking:
         before = scores[:, -2].sum() if scores.shape[1] > 1 else len(scores)
         survival = scores[:, -1].sum() / before if before > 0 else PRIOR_CONFIDENCE
         further = survival ** np.arange(1, lacking + 1)
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
-    return np.sort(scores[:, :longest], axis=None)
+    return scores
 
 
 def resampled(ordered: Floats, count: int) -> Floats:
