@@ -205,8 +205,8 @@ class TileSpec:
             self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._calibration = Calibration()
-        # Steps that it has not heard of: what was said of drafts, drafts fed, tokens taken, paths.
-        self._untold = list[tuple[Scores, Sequence[int], list[int], list[list[int]]]]()
+        # Steps that it has not heard of: scores of all rows, their rows, drafts fed, tokens, paths.
+        self._untold = list[tuple]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         self._chances: Floats | None = None  # likewise, by these scores
         self._ascending = dict[int, Floats]()  # of the first drafts of all chains, by how many
@@ -291,8 +291,7 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        right = self._expected(max(num_drafts), most)
-        return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
+        return best_cut(self._expected(max(num_drafts), most), num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
@@ -341,25 +340,23 @@ class TileSpec:
         not continued: policies of trees go by paths."""
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
-            self._known.clear()
-            self._gains.clear()
+            self._known, self._gains = {}, {}
         num_drafts, taken = record.plan.num_drafts, result.accept_lens
         accepted = [count or 1 for count in taken]
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
-        scores = record.scores.read()[0].numpy().take(record.rows, 0)
+        scores, rows = record.scores.read()[0].numpy(), record.rows
         if result.num_drafts and not self._has_trees:
             self._calibration.update()  # before it hears of more
-            self._continue(accepted, result.num_drafts, num_drafts, scores[:, : max(num_drafts)])
+            self._continue(accepted, result.num_drafts, record, scores)
         if any(fed := result.num_drafts or num_drafts):
-            self._untold.append((scores, fed, taken, result.paths))
+            self._untold.append((scores, rows, fed, taken, result.paths))
             if self._num_told % TOLD_ANEW == 0:
                 self._learn()
             self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
-            drafting = [*compress(range(len(num_drafts)), num_drafts)]
-            told = bounded_scores(scores.take(drafting, 0)[:, : max(num_drafts)]).cumprod(1)
-            self._scores = extended(told, scores.shape[1])
+            chains = scores.take([*compress(rows, num_drafts)], 0)[:, : max(num_drafts)]
+            self._scores = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
             self._chances, self._ascending, self._right = None, {}, {}
         self._num_scored += 1
         return accepted
@@ -368,10 +365,11 @@ class TileSpec:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
         untold, self._untold = self._untold, []
         self._chances, self._ascending = None, {}
-        scores, *numbers, paths = zip(*untold, strict=True)
+        scores, rows, *numbers, paths = zip(*untold, strict=True)
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
-        told = bounded_scores(np.concatenate(scores)[:, : len(places)]).cumprod(axis=1)
+        chains = np.concatenate([of_step.take(of, 0) for of_step, of in zip(scores, rows)])
+        told = bounded_scores(chains[:, : len(places)]).cumprod(axis=1)
         was_fed, confirmed = places <= fed, places < taken
         if self._has_trees:  # draft j is node j + 1
             nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
@@ -379,17 +377,19 @@ class TileSpec:
             is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)
             np.put_along_axis(is_right, on_path, True, axis=1)
             confirmed = is_right[:, 1:]
-        steps = np.arange(len(untold)).repeat([sum(counts) for _, counts, _, _ in untold])
+        steps = np.arange(len(untold)).repeat([sum(counts) for counts in numbers[0]])
         self._calibration.observe(told[was_fed], confirmed[was_fed], steps)
 
     def _continue(
-        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Scores
+        self, accepted: list[int], fed: Sequence[int], record: StepRecord, scores: Scores
     ) -> None:
         """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
+        num_drafts, rows = record.plan.num_drafts, record.rows
         cut = [index for index, n in enumerate(fed) if accepted[index] > n < num_drafts[index]]
         if not cut:
             return
-        told, draw = bounded_scores(scores.take(cut, 0)).cumprod(axis=1), self._lots.random
+        chains = scores.take([rows[index] for index in cut], 0)[:, : max(num_drafts)]
+        told, draw = bounded_scores(chains).cumprod(axis=1), self._lots.random
         chances = self._calibration.predict(told) * (told > 0)  # of a score of 0 there is no draft
         for index, of_chain in zip(cut, chances.tolist(), strict=True):
             start = fed[index]
