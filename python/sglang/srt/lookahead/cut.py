@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, compress, zip_longest
+from math import ceil
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -128,42 +129,46 @@ def compute_optimal_k(
 ) -> int:
     """Returns how many drafts to verify (`best_cut`) of those with such chances, in any order and
     shape, that each and all before it are confirmed."""
-    ascending = np.sort(bounded_scores(chances), axis=None)
-    return best_cut(expected_right(ascending), num_requests, table, least_gain)[0]
+    right = expected_right(bounded_scores(chances))
+    return best_cut(right, len(right) - 1, num_requests, table, least_gain)[0]
 
 
-def expected_right(ascending: Floats) -> Floats:
+def expected_right(chances: Floats) -> Floats:
     """Returns [1 + n]: how many of the likeliest 0, 1, ... n drafts are right on average, by their
-    chances."""
-    sums = np.zeros(1 + ascending.size)
-    ascending[::-1].cumsum(out=sums[1:])
+    chances, in any order and shape."""
+    sums = np.zeros(1 + chances.size)
+    np.sort(chances, axis=None)[::-1].cumsum(out=sums[1:])
     return sums
 
 
 def best_cut(
-    right: Floats, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+    right: Floats, most: int, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> tuple[int, float]:
     """Computes how many drafts of all requests to verify for most tokens per millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
-    beginning. A round of k drafts is expected to give num_requests + right[k] tokens. Only numbers
-    that fill a bucket are looked at: with fewer drafts it costs the same.
+    beginning. A round is expected to give a token of each request, and the drafts that are right.
+    Only numbers that fill a bucket are looked at: with fewer drafts it costs the same.
 
     Args:
-        right: see `expected_right`.
+        right: see `expected_right`; of any number of drafts, 1 at least.
+        most: how many drafts there are, with chances that are distributed as those of `right`.
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
-        0 to n, of equally good numbers the largest, and its tokens per millisecond divided by those
-        of verifying all, 1 or more.
+        0 to `most`, of equally good numbers the largest, and its tokens per millisecond divided by
+        those of verifying all, 1 or more.
     """
-    most = whole = len(right) - 1
-    best, best_rate, rate, tokens = most, 0.0, 0.0, right.item
+    best, best_rate, rate, whole, count = most, 0.0, 0.0, most, len(right) - 1
     for rows, cost_ms in zip(table.rows, table.costs_ms, strict=True):
         if most and rows >= num_requests:
             whole = rows - num_requests if rows - num_requests < most else most
-            rate = (num_requests + tokens(whole)) / cost_ms
+            place = whole * count / most  # in `right`; it is a line between whole places
+            after = ceil(place)
+            upper = right.item(after)
+            num_right = upper - (after - place) * (upper - right.item(after - 1))
+            rate = (num_requests + num_right * most / count) / cost_ms
             if rate >= best_rate:
                 best, best_rate = whole, rate
     if best_rate <= rate * (1.0 + least_gain):
@@ -209,8 +214,7 @@ class TileSpec:
         self._untold = list[tuple]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         self._chances: Floats | None = None  # likewise, by these scores
-        self._ascending = dict[int, Floats]()  # of the first drafts of all chains, by how many
-        self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
+        self._right = dict[int, Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
         # Steps that were read, those of them with scores, and of these those that fed drafts.
         self._num_read = self._num_scored = self._num_told = 0
@@ -291,7 +295,7 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        return best_cut(self._expected(max(num_drafts), most), num_decodes, table, LEAST_GAIN)[0]
+        return best_cut(self._expected(max(num_drafts)), most, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
@@ -300,9 +304,10 @@ class TileSpec:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            right = self._expected(num_drafts, (case.num_reqs - case.num_plain) * num_drafts)
             table = self._table(case, num_drafts, prompt_rows)
-            self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
+            most = (case.num_reqs - case.num_plain) * num_drafts
+            right = self._expected(num_drafts)
+            self._gains[key] = best_cut(right, most, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
 
     @property
@@ -318,19 +323,16 @@ class TileSpec:
             total_ms += chance * whole_ms / self.gain(upcoming, num_drafts, some)
         return total_ms
 
-    def _expected(self, longest: int, count: int) -> Floats:
-        """See `expected_right`; of `count` drafts, of chains of `longest`."""
-        key = longest, count
-        if key not in self._right:
+    def _expected(self, longest: int) -> Floats:
+        """See `expected_right`; of the first `longest` drafts of the chains that were read."""
+        if longest not in self._right:
             if self._chances is None:
                 assert self._scores is not None, "They were read."
                 if self._untold and self._calibration.is_stale:
                     self._learn()
                 self._chances = self._calibration.predict(self._scores)
-            if longest not in self._ascending:
-                self._ascending[longest] = np.sort(self._chances[:, :longest], axis=None)
-            self._right[key] = expected_right(resampled(self._ascending[longest], count))
-        return self._right[key]
+            self._right[longest] = expected_right(self._chances[:, :longest])
+        return self._right[longest]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
         """Learns from a step, cut or whole. Returns R counts of tokens that requests accepted, or
@@ -357,14 +359,14 @@ class TileSpec:
         if self._num_scored % SCORE_STEPS == 0:
             chains = scores.take([*compress(rows, num_drafts)], 0)[:, : max(num_drafts)]
             self._scores = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
-            self._chances, self._ascending, self._right = None, {}, {}
+            self._chances, self._right = None, {}
         self._num_scored += 1
         return accepted
 
     def _learn(self) -> None:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
         untold, self._untold = self._untold, []
-        self._chances, self._ascending = None, {}
+        self._chances = None
         scores, rows, *numbers, paths = zip(*untold, strict=True)
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
@@ -411,11 +413,3 @@ def extended(scores: Floats, longest: int) -> Floats:
         further = survival ** np.arange(1, lacking + 1)
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
     return scores
-
-
-def resampled(ordered: Floats, count: int) -> Floats:
-    """Returns `count` ascending numbers, 1 at least, that are distributed as the ordered ones."""
-    if count == ordered.size:
-        return ordered
-    places = np.arange(0.5, count) * (ordered.size / count)
-    return ordered.take(places.astype(np.int64))
