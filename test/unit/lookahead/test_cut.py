@@ -20,9 +20,11 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead import cut as cut_module
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.cut import (
+    BIN_TRIALS,
     LEAST_CHANCE,
     LOOK_STEPS,
     MOST_CHANCE,
+    NUM_BINS,
     Calibration,
     LatencyTable,
     TileSpec,
@@ -156,20 +158,19 @@ def test_a_score_is_its_own_chance_at_first_and_old_trials_are_forgotten() -> No
     assert np.abs(calibration.predict(scores) - CURVES["too humble"](scores)).mean() < 0.03
 
 
-def test_steps_that_are_told_at_once_are_counted_one_after_the_other() -> None:
-    """So many drafts of a bin that the first steps are forgotten; the last step has few of them."""
-    rng, apart, at_once = np.random.default_rng(4), Calibration(), Calibration()
-    sizes = (400, 700, 500, 3)
-    drawn = [draw(rng, CURVES["line"], size) for size in sizes]
-    for scores, confirmed in drawn:
-        apart.observe(0.1 * scores, confirmed)
-    scores, confirmed = (np.concatenate(each) for each in zip(*drawn, strict=True))
-    at_once.observe(0.1 * scores, confirmed, np.arange(len(sizes)).repeat(sizes))
-    grid = np.linspace(0, 1, 101)
-    assert at_once.predict(grid).tolist() == apart.predict(grid).tolist()
-    as_one = Calibration()
-    as_one.observe(0.1 * scores, confirmed)
-    assert as_one.predict(grid).tolist() != apart.predict(grid).tolist()
+def test_drafts_that_are_told_at_once_count_alike_beside_what_is_remembered() -> None:
+    """Whatever their order is, and though they are more than what is remembered of a bin."""
+    rng, grid, found = np.random.default_rng(4), np.linspace(0.05, 0.95, 91), list[np.ndarray]()
+    size = 4 * NUM_BINS * int(BIN_TRIALS)
+    before, (scores, confirmed) = draw(rng, CURVES["right"], size), draw(rng, CURVES["line"], size)
+    for order in (np.argsort(confirmed), np.argsort(~confirmed), rng.permutation(size)):
+        calibration = Calibration()
+        calibration.observe(*before)
+        calibration.observe(scores[order], confirmed[order])
+        found.append(calibration.predict(grid))
+        assert found[-1].tolist() == found[0].tolist()
+    expected = 0.2 * grid + 0.8 * CURVES["line"](grid)
+    assert np.abs(found[0] - expected).max() < 0.04
 
 
 def test_pooling_gives_the_closest_values_that_never_fall() -> None:

@@ -62,20 +62,18 @@ class Calibration:
         self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self.is_stale = True  # drafts were heard of since chances were computed
 
-    def observe(self, scores: ArrayLike, confirmed: ArrayLike, steps: ArrayLike = 0) -> None:
-        """Hears of drafts that were verified: [n] scores from 0 to 1, [n] bool, which of them were
-        confirmed, and all before them, and [n] numbers from 0 on of their steps, which are counted
-        one after the other."""
-        told, numbers = np.asarray(scores, np.float64), np.asarray(steps, np.int64)
+    def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
+        """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
+        were confirmed, and all before them. All of them count alike."""
+        told = np.asarray(scores, np.float64)
         if told.size == 0:
             return
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        bins += NUM_BINS * (2 * numbers + np.asarray(confirmed, np.bool_))
-        found = np.bincount(bins, minlength=2 * NUM_BINS * (1 + numbers.max()))
-        for of_step in found.reshape(-1, 2, NUM_BINS):
-            of_step[0] += of_step[1]
-            self._counts += of_step
-            self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
+        bins += NUM_BINS * np.asarray(confirmed, np.bool_)
+        found = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        found[0] += found[1]
+        self._counts += found
+        self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
         self.is_stale = True
 
     def update(self) -> None:
@@ -379,8 +377,7 @@ class TileSpec:
             is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)
             np.put_along_axis(is_right, on_path, True, axis=1)
             confirmed = is_right[:, 1:]
-        steps = np.arange(len(untold)).repeat([sum(counts) for counts in numbers[0]])
-        self._calibration.observe(told[was_fed], confirmed[was_fed], steps)
+        self._calibration.observe(told[was_fed], confirmed[was_fed])
 
     def _continue(
         self, accepted: list[int], fed: Sequence[int], record: StepRecord, scores: Scores
