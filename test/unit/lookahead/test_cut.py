@@ -20,9 +20,11 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead import cut as cut_module
 from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.lookahead.cut import (
+    BIN_TRIALS,
     LEAST_CHANCE,
     LOOK_STEPS,
     MOST_CHANCE,
+    NUM_BINS,
     Calibration,
     LatencyTable,
     TileSpec,
@@ -30,9 +32,8 @@ from sglang.srt.lookahead.cut import (
     bounded_scores,
     compute_optimal_k,
     expected_right,
+    extended,
     isotonic,
-    ordered_scores,
-    resampled,
 )
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.model_executor.graph_keys import GraphKeys
@@ -71,7 +72,7 @@ def rate_of(k: int, ordered: list[float], num_reqs: int, table: LatencyTable) ->
 
 
 def right_of(chances: ArrayLike) -> NDArray[np.float64]:
-    return expected_right(np.sort(bounded_scores(chances), axis=None))
+    return expected_right(bounded_scores(chances))
 
 
 def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
@@ -86,7 +87,7 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
         most, full = len(ordered), (num_reqs + math.fsum(ordered)) / table.costs_ms[-1]
         rates = [rate_of(k, ordered, num_reqs, table) for k in range(most + 1)]
         least = chooser.choice([0.0, chooser.random()])
-        num_drafts, gain = best_cut(right_of(chances), num_reqs, table, least)
+        num_drafts, gain = best_cut(right_of(chances), most, num_reqs, table, least)
         assert num_drafts == compute_optimal_k(chances, num_reqs, table, least)
         if max(rates) <= full * (1 + least) * (1 + 1e-12):
             assert (num_drafts, gain) == (most, 1.0)
@@ -157,20 +158,19 @@ def test_a_score_is_its_own_chance_at_first_and_old_trials_are_forgotten() -> No
     assert np.abs(calibration.predict(scores) - CURVES["too humble"](scores)).mean() < 0.03
 
 
-def test_steps_that_are_told_at_once_are_counted_one_after_the_other() -> None:
-    """So many drafts of a bin that the first steps are forgotten; the last step has few of them."""
-    rng, apart, at_once = np.random.default_rng(4), Calibration(), Calibration()
-    sizes = (400, 700, 500, 3)
-    drawn = [draw(rng, CURVES["line"], size) for size in sizes]
-    for scores, confirmed in drawn:
-        apart.observe(0.1 * scores, confirmed)
-    scores, confirmed = (np.concatenate(each) for each in zip(*drawn, strict=True))
-    at_once.observe(0.1 * scores, confirmed, np.arange(len(sizes)).repeat(sizes))
-    grid = np.linspace(0, 1, 101)
-    assert at_once.predict(grid).tolist() == apart.predict(grid).tolist()
-    as_one = Calibration()
-    as_one.observe(0.1 * scores, confirmed)
-    assert as_one.predict(grid).tolist() != apart.predict(grid).tolist()
+def test_drafts_that_are_told_at_once_count_alike_beside_what_is_remembered() -> None:
+    """Whatever their order is, and though they are more than what is remembered of a bin."""
+    rng, grid, found = np.random.default_rng(4), np.linspace(0.05, 0.95, 91), list[np.ndarray]()
+    size = 4 * NUM_BINS * int(BIN_TRIALS)
+    before, (scores, confirmed) = draw(rng, CURVES["right"], size), draw(rng, CURVES["line"], size)
+    for order in (np.argsort(confirmed), np.argsort(~confirmed), rng.permutation(size)):
+        calibration = Calibration()
+        calibration.observe(*before)
+        calibration.observe(scores[order], confirmed[order])
+        found.append(calibration.predict(grid))
+        assert found[-1].tolist() == found[0].tolist()
+    expected = 0.2 * grid + 0.8 * CURVES["line"](grid)
+    assert np.abs(found[0] - expected).max() < 0.04
 
 
 def test_pooling_gives_the_closest_values_that_never_fall() -> None:
@@ -230,22 +230,31 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
     assert found.most_gain == 0.0
 
 
-def test_resampled_scores_are_distributed_as_those_read() -> None:
-    rng = np.random.default_rng(0)
-    scores = np.cumprod(rng.random((40, DEPTH)), axis=1)
-    ordered = ordered_scores(scores, DEPTH)
-    assert ordered.tolist() == resampled(ordered, ordered.size).tolist() == sorted(scores.flatten())
-    for longest, count in ((1, 7), (2, 200), (5, 333)):
-        found = resampled(ordered_scores(scores, longest), count)
-        assert found.shape == (count,)
-        if longest <= DEPTH:
-            assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
-        else:
-            assert found.mean() < scores.mean()
+def test_chances_of_fewer_or_more_drafts_tell_what_these_would() -> None:
+    """Tables are of the drafts at hand; chances are those of as many drafts, each a few times or
+    once."""
+    chooser, numbers = random.Random(4), set[str]()
+    for _ in range(600):
+        num_reqs, size, times = (chooser.randint(1, most) for most in (8, 20, 5))
+        some = np.array([chooser.random() for _ in range(size)])
+        many, most = some.repeat(times), size * times
+        for count, chances, told in ((most, many, some), (size, some, many)):
+            table = random_table(chooser, num_reqs, count)
+            expected = best_cut(right_of(chances), count, num_reqs, table, 1e-9)
+            found = best_cut(right_of(told), count, num_reqs, table, 1e-9)
+            assert found == pytest.approx(expected, rel=1e-9)
+            numbers.add({0: "none", count: "all"}.get(found[0], "some"))
+    assert numbers == {"none", "some", "all"}
+
+
+def test_short_chains_are_thought_of_as_going_on_like_their_last_draft() -> None:
+    scores = np.cumprod(np.random.default_rng(0).random((40, DEPTH)), axis=1)
+    assert extended(scores, DEPTH) is scores
+    longer = extended(scores[:, :2], 5)
+    assert longer[:, :2].tolist() == scores[:, :2].tolist()
+    assert longer.mean() < scores.mean()
     chain = np.array([[0.5, 0.25]] * 3)
-    assert resampled(ordered_scores(chain, 4), 4).tolist() == [0.0625, 0.125, 0.25, 0.5], (
-        "it goes on alike"
-    )
+    assert extended(chain, 4).tolist() == [[0.5, 0.25, 0.125, 0.0625]] * 3
 
 
 def test_a_fixed_number_of_drafts_is_verified_and_what_padding_has_room_for() -> None:

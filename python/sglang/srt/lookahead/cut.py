@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, compress, zip_longest
+from math import ceil
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize, StepCounts
@@ -61,20 +62,18 @@ class Calibration:
         self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
         self.is_stale = True  # drafts were heard of since chances were computed
 
-    def observe(self, scores: ArrayLike, confirmed: ArrayLike, steps: ArrayLike = 0) -> None:
-        """Hears of drafts that were verified: [n] scores from 0 to 1, [n] bool, which of them were
-        confirmed, and all before them, and [n] numbers from 0 on of their steps, which are counted
-        one after the other."""
-        told, numbers = np.asarray(scores, np.float64), np.asarray(steps, np.int64)
+    def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
+        """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
+        were confirmed, and all before them. All of them count alike."""
+        told = np.asarray(scores, np.float64)
         if told.size == 0:
             return
         bins = np.minimum((told * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        bins += NUM_BINS * (2 * numbers + np.asarray(confirmed, np.bool_))
-        found = np.bincount(bins, minlength=2 * NUM_BINS * (1 + numbers.max()))
-        for of_step in found.reshape(-1, 2, NUM_BINS):
-            of_step[0] += of_step[1]
-            self._counts += of_step
-            self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
+        bins += NUM_BINS * np.asarray(confirmed, np.bool_)
+        found = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        found[0] += found[1]
+        self._counts += found
+        self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
         self.is_stale = True
 
     def update(self) -> None:
@@ -128,42 +127,46 @@ def compute_optimal_k(
 ) -> int:
     """Returns how many drafts to verify (`best_cut`) of those with such chances, in any order and
     shape, that each and all before it are confirmed."""
-    ascending = np.sort(bounded_scores(chances), axis=None)
-    return best_cut(expected_right(ascending), num_requests, table, least_gain)[0]
+    right = expected_right(bounded_scores(chances))
+    return best_cut(right, len(right) - 1, num_requests, table, least_gain)[0]
 
 
-def expected_right(ascending: Floats) -> Floats:
+def expected_right(chances: Floats) -> Floats:
     """Returns [1 + n]: how many of the likeliest 0, 1, ... n drafts are right on average, by their
-    chances."""
-    sums = np.zeros(1 + ascending.size)
-    ascending[::-1].cumsum(out=sums[1:])
+    chances, in any order and shape."""
+    sums = np.zeros(1 + chances.size)
+    np.sort(chances, axis=None)[::-1].cumsum(out=sums[1:])
     return sums
 
 
 def best_cut(
-    right: Floats, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+    right: Floats, most: int, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> tuple[int, float]:
     """Computes how many drafts of all requests to verify for most tokens per millisecond.
 
     The likeliest drafts are taken first. A draft is never likelier than one before it in its
     chain, so with ties broken by position (`RowDivision`) what is taken of a chain is its
-    beginning. A round of k drafts is expected to give num_requests + right[k] tokens. Only numbers
-    that fill a bucket are looked at: with fewer drafts it costs the same.
+    beginning. A round is expected to give a token of each request, and the drafts that are right.
+    Only numbers that fill a bucket are looked at: with fewer drafts it costs the same.
 
     Args:
-        right: see `expected_right`.
+        right: see `expected_right`; of any number of drafts, 1 at least.
+        most: how many drafts there are, with chances that are distributed as those of `right`.
         least_gain: share by which fewer drafts must beat all of them.
 
     Returns:
-        0 to n, of equally good numbers the largest, and its tokens per millisecond divided by those
-        of verifying all, 1 or more.
+        0 to `most`, of equally good numbers the largest, and its tokens per millisecond divided by
+        those of verifying all, 1 or more.
     """
-    most = whole = len(right) - 1
-    best, best_rate, rate = most, 0.0, 0.0
+    best, best_rate, rate, whole, count = most, 0.0, 0.0, most, len(right) - 1
     for rows, cost_ms in zip(table.rows, table.costs_ms, strict=True):
         if most and rows >= num_requests:
-            whole = min(rows - num_requests, most)
-            rate = (num_requests + right.item(whole)) / cost_ms
+            whole = rows - num_requests if rows - num_requests < most else most
+            place = whole * count / most  # in `right`; it is a line between whole places
+            after = ceil(place)
+            upper = right.item(after)
+            num_right = upper - (after - place) * (upper - right.item(after - 1))
+            rate = (num_requests + num_right * most / count) / cost_ms
             if rate >= best_rate:
                 best, best_rate = whole, rate
     if best_rate <= rate * (1.0 + least_gain):
@@ -205,11 +208,11 @@ class TileSpec:
             self._packed = replace(rounds, target=target, head=replace(rounds.head, extend=extend))
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._calibration = Calibration()
-        # Steps that it has not heard of: what was said of drafts, drafts fed, tokens taken, paths.
-        self._untold = list[tuple[Scores, Sequence[int], list[int], list[list[int]]]]()
+        # Steps that it has not heard of: scores of all rows, their rows, drafts fed, tokens, paths.
+        self._untold = list[tuple]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        self._chances = dict[int, Floats]()  # by these scores, ascending, by the longest chain
-        self._right = dict[tuple[int, int], Floats]()  # by these scores; see `_expected`
+        self._chances: Floats | None = None  # likewise, by these scores
+        self._right = dict[int, Floats]()  # by these scores; see `_expected`
         self._lots = random.Random(0)
         # Steps that were read, those of them with scores, and of these those that fed drafts.
         self._num_read = self._num_scored = self._num_told = 0
@@ -255,16 +258,17 @@ class TileSpec:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
         at least, beside rows of prompts; the last bucket is the round that verifies all."""
         rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        times = [cost.rows_ms + cost.kv_ms * case.kv_tokens for cost in costs]
-        if prompt_rows:
-            pairs = zip(rows, times, strict=True)
-            times = [ms - self._rounds.prompts_ms(prompt_rows, count, ms) for count, ms in pairs]
+        kv_tokens, prompts_ms = case.kv_tokens, self._rounds.prompt_row_ms * prompt_rows
+        times = [
+            (ms := rows_ms + kv_ms * kv_tokens) - min(prompts_ms, share * ms)
+            for rows_ms, kv_ms, share in costs
+        ]
         return LatencyTable(rows, tuple(times))
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> tuple[tuple[int, ...], list[LatencyByKV]]:
-        """Returns the rows and the cost of each bucket, as they were measured."""
+    ) -> tuple[tuple[int, ...], list[tuple[float, float, float]]]:
+        """Returns the rows of each bucket, and its `LatencyByKV` with the share of prompts."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._packed.target.sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
@@ -273,7 +277,9 @@ class TileSpec:
         rows = (*(room for room in rooms if room < most), most)
         beside = prompt_rows, num_plain
         costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
-        return rows, [*costs, self._rounds.cost(num_reqs, num_drafts, most, *beside)]
+        costs.append(self._rounds.cost(num_reqs, num_drafts, most, *beside))
+        sums = [prompt_rows + count for count in rows]
+        return rows, [(c.rows_ms, c.kv_ms, prompt_rows / n) for c, n in zip(costs, sums)]
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -287,8 +293,7 @@ class TileSpec:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
-        right = self._expected(max(num_drafts), most)
-        return best_cut(right, num_decodes, table, LEAST_GAIN)[0]
+        return best_cut(self._expected(max(num_drafts)), most, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
@@ -297,9 +302,10 @@ class TileSpec:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            right = self._expected(num_drafts, (case.num_reqs - case.num_plain) * num_drafts)
             table = self._table(case, num_drafts, prompt_rows)
-            self._gains[key] = best_cut(right, case.num_reqs, table, LEAST_GAIN)[1]
+            most = (case.num_reqs - case.num_plain) * num_drafts
+            right = self._expected(num_drafts)
+            self._gains[key] = best_cut(right, most, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
 
     @property
@@ -315,18 +321,16 @@ class TileSpec:
             total_ms += chance * whole_ms / self.gain(upcoming, num_drafts, some)
         return total_ms
 
-    def _expected(self, longest: int, count: int) -> Floats:
-        """See `expected_right`; of `count` drafts, of chains of `longest`."""
-        key = longest, count
-        if key not in self._right:
-            if longest not in self._chances:
+    def _expected(self, longest: int) -> Floats:
+        """See `expected_right`; of the first `longest` drafts of the chains that were read."""
+        if longest not in self._right:
+            if self._chances is None:
                 assert self._scores is not None, "They were read."
                 if self._untold and self._calibration.is_stale:
                     self._learn()
-                scores = ordered_scores(self._scores, longest)
-                self._chances[longest] = self._calibration.predict(scores)
-            self._right[key] = expected_right(resampled(self._chances[longest], count))
-        return self._right[key]
+                self._chances = self._calibration.predict(self._scores)
+            self._right[longest] = expected_right(self._chances[:, :longest])
+        return self._right[longest]
 
     def observe(self, record: StepRecord, result: HostResult) -> list[int]:
         """Learns from a step, cut or whole. Returns R counts of tokens that requests accepted, or
@@ -336,38 +340,36 @@ class TileSpec:
         not continued: policies of trees go by paths."""
         self._num_read += 1
         if self._num_read % LOOK_STEPS == 0:
-            self._known.clear()
-            self._gains.clear()
+            self._known, self._gains = {}, {}
         num_drafts, taken = record.plan.num_drafts, result.accept_lens
         accepted = [count or 1 for count in taken]
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
-        scores = record.scores.read()[0].numpy().take(record.rows, 0)
+        scores, rows = record.scores.read()[0].numpy(), record.rows
         if result.num_drafts and not self._has_trees:
             self._calibration.update()  # before it hears of more
-            self._continue(accepted, result.num_drafts, num_drafts, scores[:, : max(num_drafts)])
+            self._continue(accepted, result.num_drafts, record, scores)
         if any(fed := result.num_drafts or num_drafts):
-            self._untold.append((scores, fed, taken, result.paths))
+            self._untold.append((scores, rows, fed, taken, result.paths))
             if self._num_told % TOLD_ANEW == 0:
                 self._learn()
             self._num_told += 1
         if self._num_scored % SCORE_STEPS == 0:
-            drafting = [*compress(range(len(num_drafts)), num_drafts)]
-            chains = scores.take(drafting, 0)[:, : max(num_drafts)]
-            self._scores = bounded_scores(chains).cumprod(axis=1)
-            self._chances.clear()
-            self._right.clear()
+            chains = scores.take([*compress(rows, num_drafts)], 0)[:, : max(num_drafts)]
+            self._scores = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
+            self._chances, self._right = None, {}
         self._num_scored += 1
         return accepted
 
     def _learn(self) -> None:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
         untold, self._untold = self._untold, []
-        self._chances.clear()
-        scores, *numbers, paths = zip(*untold, strict=True)
+        self._chances = None
+        scores, rows, *numbers, paths = zip(*untold, strict=True)
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
-        told = bounded_scores(np.concatenate(scores)[:, : len(places)]).cumprod(axis=1)
+        chains = np.concatenate([of_step.take(of, 0) for of_step, of in zip(scores, rows)])
+        told = bounded_scores(chains[:, : len(places)]).cumprod(axis=1)
         was_fed, confirmed = places <= fed, places < taken
         if self._has_trees:  # draft j is node j + 1
             nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
@@ -375,17 +377,18 @@ class TileSpec:
             is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)
             np.put_along_axis(is_right, on_path, True, axis=1)
             confirmed = is_right[:, 1:]
-        steps = np.arange(len(untold)).repeat([sum(counts) for _, counts, _, _ in untold])
-        self._calibration.observe(told[was_fed], confirmed[was_fed], steps)
+        self._calibration.observe(told[was_fed], confirmed[was_fed])
 
     def _continue(
-        self, accepted: list[int], fed: Sequence[int], num_drafts: Sequence[int], scores: Scores
+        self, accepted: list[int], fed: Sequence[int], record: StepRecord, scores: Scores
     ) -> None:
         """Adds to counts of accepted tokens the drafts of cut chains that would be right."""
+        num_drafts, rows = record.plan.num_drafts, record.rows
         cut = [index for index, n in enumerate(fed) if accepted[index] > n < num_drafts[index]]
         if not cut:
             return
-        told, draw = bounded_scores(scores.take(cut, 0)).cumprod(axis=1), self._lots.random
+        chains = scores.take([rows[index] for index in cut], 0)[:, : max(num_drafts)]
+        told, draw = bounded_scores(chains).cumprod(axis=1), self._lots.random
         chances = self._calibration.predict(told) * (told > 0)  # of a score of 0 there is no draft
         for index, of_chain in zip(cut, chances.tolist(), strict=True):
             start = fed[index]
@@ -397,21 +400,13 @@ class TileSpec:
                 accepted[index] += 1
 
 
-def ordered_scores(scores: Floats, longest: int) -> Floats:
-    """Ascending scores of the first `longest` drafts of each chain, of [D, S] with D and S at least
-    1. Chains that are shorter are thought of as going on like their last draft."""
+def extended(scores: Floats, longest: int) -> Floats:
+    """Returns [D, longest], from scores [D, S] with D and S at least 1 and S `longest` at most:
+    chains that are shorter are thought of as going on like their last draft."""
     lacking = longest - scores.shape[1]
-    if lacking > 0:
+    if lacking:
         before = scores[:, -2].sum() if scores.shape[1] > 1 else len(scores)
         survival = scores[:, -1].sum() / before if before > 0 else PRIOR_CONFIDENCE
         further = survival ** np.arange(1, lacking + 1)
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
-    return np.sort(scores[:, :longest], axis=None)
-
-
-def resampled(ordered: Floats, count: int) -> Floats:
-    """Returns `count` ascending numbers, 1 at least, that are distributed as the ordered ones."""
-    if count == ordered.size:
-        return ordered
-    places = np.arange(0.5, count) * (ordered.size / count)
-    return ordered.take(places.astype(np.int64))
+    return scores

@@ -82,6 +82,8 @@ class DraftPlanner(Planner):
         self.tile_spec = tile_spec
         self._left_out = left_out
         self._options, self._step_width = options, options.step_width
+        self._old = [EmittingRequest(kind, 1 + options.num_steps) for kind in KINDS]
+        self._new = self._old[0]._replace(pending=0)
         self._limits = dict[int, int]()  # of rows whose requests take fewer drafts than others
         self._num_pending_drafts = dict[int, int]()  # by row of the page table
         # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
@@ -157,10 +159,9 @@ class DraftPlanner(Planner):
         matches = {0: len(old)}
         if self.policy.reads_matches:
             matches = Counter([class_of(match_lens[row]) for row in old])
-        k = 1 + self._options.num_steps
         wishes = [
-            (EmittingRequest(KINDS[0], k, pending=0), len(new)),
-            *[(EmittingRequest(KINDS[match], k), count) for match, count in matches.items()],
+            (self._new, len(new)),
+            *[(self._old[match], count) for match, count in matches.items()],
             (PLAIN, len(groups[1]) - len(old)),
             (PLAIN_NEW, len(groups[0]) - len(new)),
         ]

@@ -74,12 +74,13 @@ class MeasuredRoundPrices:
         return total_ms
 
     def beside_ms(self, upcoming: StepCase, num_drafts: int, prompt_rows: int) -> float:
-        """Milliseconds beside so many rows of prompts, whatever those of the case are."""
+        """Milliseconds beside so many rows of prompts, whatever those of the case are. To these
+        belongs what their rows would cost elsewhere, and no more than their share of all rows."""
         num_reqs, kv_tokens, _, num_plain = upcoming
         num_rows = num_reqs + (num_reqs - num_plain) * num_drafts
         cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
-        whole_ms = cost.at(kv_tokens)
-        return whole_ms - (prompt_rows and self.prompts_ms(prompt_rows, num_rows, whole_ms))
+        ms, share = cost.rows_ms + cost.kv_ms * kv_tokens, prompt_rows / (prompt_rows + num_rows)
+        return ms - min(self.prompt_row_ms * prompt_rows, share * ms)
 
     def feed_ms(self, upcoming: StepCase) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
@@ -88,12 +89,6 @@ class MeasuredRoundPrices:
             chance * self._feed(num_fed, 1, num_fed, prompt_rows).at(upcoming.kv_tokens)
             for chance, prompt_rows in upcoming.prompts
         )
-
-    def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
-        """Returns the share of a round of `whole_ms` that belongs to the prompts beside `num_rows`
-        rows: what their rows would cost elsewhere, and no more than their share of all rows."""
-        share = prompt_rows / (prompt_rows + num_rows)
-        return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
 
     def _cost(
         self,
