@@ -205,7 +205,7 @@ def test_windows_begin_with_bos_and_lie_within_one_stream() -> None:
 def test_prompts_come_from_packages_that_training_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of all packages that are found; two of them are enough to draw from."""
+    """Finds all packages; two of them are enough to draw prompts from."""
     found = held_out.find_held_out()
     names = {"stdlib/logging", "stdlib/importlib"}
     assert names <= {package.name for package in found}
