@@ -137,7 +137,7 @@ class Rule(NamedTuple):
 
 
 @cache
-def _nodes(source: str) -> tuple[ast.AST, ...]:
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(source)))
 
 
@@ -165,7 +165,7 @@ def check_file_size(path: str, source: str) -> list[Finding]:
 
 def check_function_size(path: str, source: str) -> list[Finding]:
     findings = []
-    for node in _nodes(source):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
@@ -176,13 +176,13 @@ def check_function_size(path: str, source: str) -> list[Finding]:
 
 
 def check_globals(path: str, source: str) -> list[Finding]:
-    nodes = (node for node in _nodes(source) if isinstance(node, ast.Global))
+    nodes = (node for node in nodes_of(source) if isinstance(node, ast.Global))
     return _counted(path, ((node.lineno, f"global {', '.join(node.names)}") for node in nodes))
 
 
 def check_probes(path: str, source: str) -> list[Finding]:
     def hits() -> Iterator[tuple[int, str]]:
-        for node in _nodes(source):
+        for node in nodes_of(source):
             match node:
                 case ast.Call(
                     func=ast.Name("getattr" | "hasattr" as name),
@@ -195,7 +195,7 @@ def check_probes(path: str, source: str) -> list[Finding]:
 
 def check_unsafe(path: str, source: str) -> list[Finding]:
     def hits() -> Iterator[tuple[int, str]]:
-        for node in _nodes(source):
+        for node in nodes_of(source):
             for what in _unsafe_parts(node):
                 yield _line_of(node), what
 
@@ -231,7 +231,7 @@ def _unsafe_parts(node: ast.AST) -> Iterator[str]:
 
 def check_silent_handlers(path: str, source: str) -> list[Finding]:
     def hits() -> Iterator[tuple[int, str]]:
-        for node in _nodes(source):
+        for node in nodes_of(source):
             match node:
                 case ast.ExceptHandler(
                     type=None | ast.Name("Exception" | "BaseException"),
@@ -246,7 +246,7 @@ def check_docstrings(path: str, source: str) -> list[Finding]:
     """Finds docstrings, those of constants too, that begin with a word of QUESTION_WORDS."""
 
     def hits() -> Iterator[tuple[int, str]]:
-        for node in _nodes(source):
+        for node in nodes_of(source):
             match node:
                 case ast.Expr(ast.Constant(str() as text)) if (
                     text.partition(" ")[0] in QUESTION_WORDS
@@ -260,7 +260,7 @@ def check_queues(path: str, source: str) -> list[Finding]:
     """Finds queues: whoever keeps steps until they are read has one."""
 
     def hits() -> Iterator[tuple[int, str]]:
-        for node in _nodes(source):
+        for node in nodes_of(source):
             match node:
                 case ast.ImportFrom(module="collections" | "queue", names=names):
                     queues = ("deque", "Queue", "SimpleQueue")
@@ -302,7 +302,7 @@ def imported_names(path: str, source: str) -> Iterator[tuple[int, str]]:
     package = module_name(path).split(".")
     if not path.endswith("/__init__.py"):
         package = package[:-1]
-    for node in _nodes(source):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -335,12 +335,13 @@ def check_server_args_readers(path: str, source: str) -> list[Finding]:
 
 def check_local_text(path: str, text: str) -> list[Finding]:
     beside = re.compile(re.escape(str(ROOT.parent)) + r"/([\w.-]+)")
+    may_name = ROOT.parent != Path("/") and beside.search(text) is not None
 
     def hits() -> Iterator[tuple[int, str]]:
         for number, line in enumerate(text.splitlines(), 1):
             if match := LOCAL_TEXT.search(line):
                 yield number, match.group()
-            if ROOT.parent != Path("/"):
+            if may_name:
                 for match in beside.finditer(line):
                     if (ROOT.parent / match.group(1)).exists():
                         yield number, match.group()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from fake_backend import LIMITS
 from sglang.srt.entrypoints.http_server import create_app
@@ -38,6 +39,18 @@ TENSORS = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[2, 3], []
 RAW = {"content-type": "application/octet-stream"}
 MAX_WEIGHT_BYTES = 400
 
+_applications: dict[str, tuple[ServerState, FastAPI]] = {}  # by flags: each takes long to make
+
+
+def _application(fresh: ServerState) -> tuple[ServerState, FastAPI]:
+    """Makes an application, or gives that of an earlier server with these flags another state."""
+    flags = repr(vars(fresh.server_args))  # that of the flags leaves keys out
+    if flags not in _applications:
+        _applications[flags] = fresh, create_app(fresh)
+    state, app = _applications[flags]
+    vars(state).update(vars(fresh))
+    return state, app
+
 
 class Server:
     """The application, over a scheduler that answers every message at once."""
@@ -51,11 +64,10 @@ class Server:
         self.internal_state: dict[str, Any] = {"engine_paused": False, "running_batch_size": 2}
         limits = {"max_request_bytes": 8000, "max_weight_bytes": MAX_WEIGHT_BYTES}
         args = ServerArgs(model_path=model_path, **{**limits, **flags})
-        self.state = ServerState(args, load_model_config(model_path))
+        self.state, self.app = _application(ServerState(args, load_model_config(model_path)))
         never: Callable[[], Awaitable[Any]] = asyncio.Event().wait
         self.manager = TokenizerManager(tokenizer, LIMITS, self._take, never)
         self.state.manager = self.manager
-        self.app = create_app(self.state)
 
     def _take(self, message: Any) -> None:
         self.sent.append(message)
@@ -91,6 +103,7 @@ class Server:
         return asyncio.run(asyncio.wait_for(self.send(method, path, **kwargs), 10))
 
     async def send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        assert self.state.manager in (None, self.manager), "A later server has this application."
         transport = httpx.ASGITransport(self.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.request(method, path, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import httpx
 
 import sglang
-from serving_utils import RunningServer, running_server
+from serving_utils import DEMO_TOKENS, RunningServer, running_server
 
 PROMPTS = [
     "def add(a, b):\n    ",
@@ -121,7 +121,10 @@ def open_target(name: str) -> Iterator[Target]:
             yield ServerTarget(server)
         return
     with sglang.Engine(
-        model_path="demo", max_running_requests=8, disable_overlap_schedule=not overlap
+        model_path="demo",
+        max_total_tokens=DEMO_TOKENS,
+        max_running_requests=8,
+        disable_overlap_schedule=not overlap,
     ) as engine:
         yield EngineTarget(engine)
 

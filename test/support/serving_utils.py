@@ -35,6 +35,8 @@ ROLES = ("scheduler", "detokenizer")
 LONG = 15_000  # tokens: many seconds of work
 ENDLESS = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
 ENDLESS_DEMO = {**ENDLESS, "max_new_tokens": 4000}  # nearly the demo model's context
+# Pools that a start fills with zeros: of all requests at the demo model's full context it is 1 GB.
+DEMO_TOKENS = 32_768
 TEXT = "def main(): return hello world é € 😀 the quick brown fox jumps over the lazy dog"
 
 
@@ -103,6 +105,8 @@ def free_port() -> int:
 def server_command(model: Path | str, port: int, *flags: str) -> list[str]:
     """The command line of a server."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    if model == "demo" and TARGET.device == "cpu":
+        command += ["--max-total-tokens", str(DEMO_TOKENS)]
     return [*command, "--port", str(port), *TARGET.command_line(), *flags]
 
 

@@ -6,7 +6,9 @@ smaller fails too, until its entry is lowered or removed.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from code_shape import (
     lookahead_lines,
     module_name,
     modules_that_load,
+    nodes_of,
     project_texts,
     python_sources,
 )
@@ -36,6 +39,15 @@ ALLOWED: dict[tuple[str, str], int] = {
     ("unsafe", f"{PACKAGE}/srt/pickled_weights.py"): 1,
     ("unsafe", f"{PACKAGE}/srt/control/pickle_records.py"): 1,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nodes_are_in_no_collection() -> Iterator[None]:
+    """A million, in no cycle: to look at them takes most of the time, and much of later tests."""
+    gc.disable()
+    yield
+    nodes_of.cache_clear()
+    gc.enable()
 
 
 @pytest.mark.parametrize("name", RULES)

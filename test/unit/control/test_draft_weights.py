@@ -46,7 +46,14 @@ from sglang.srt.weight_sync.weight_group import TensorSpec
 
 torch.set_num_threads(1)
 KINDS = (EAGLE, EAGLE3, DFLASH, STANDALONE)
-EACH = pytest.mark.parametrize("kind", KINDS)
+# A head and a model of its own in each run.
+EACH = pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in (EAGLE3, STANDALONE) else pytest.param(kind, marks=pytest.mark.long_matrix)
+        for kind in KINDS
+    ],
+)
 NUM_SWAPS = 30  # under load, of each kind
 WORSE = 3.0  # noise of a head that guesses badly
 # A weight of each kind's checkpoint, by its name there.

@@ -31,7 +31,7 @@ from eagle_models import (
 from eagle_serving import check_memory_that_is_released, group_for, setup_for
 from jumping_tier import JUMPING, RESTING, JumpingTier, jumping_tiers
 from ngram_serving import ngram_config
-from oracle import Reference, assert_equal_up_to_near_ties
+from oracle import Reference, assert_equal_up_to_near_ties, first_divergence
 from pairwise import name_of, pairwise_cases
 from request_choices import choose_in_turn
 from sglang.srt.control.memory_control import WEIGHTS_TAG
@@ -106,10 +106,13 @@ class Ranked(Drafted):
 
 @functools.cache
 def right_tokens(target: Path) -> list[list[int]]:
-    """Returns the tokens of two ranks without a drafter, one request after the other."""
+    """Returns the tokens of two ranks without a drafter, in whole prompts and one batch: those of
+    one request after the other, as `test_thread_ranks.py` shows."""
     setup = setup_for(0, use_radix_cache=False, enable_overlap=False)
     plain = Ranked(target, None, setup)
-    return [plain.generate([prompt], **params_of(i))[0] for i, prompt in enumerate(prompts())]
+    ids = [plain.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
+    plain.run()
+    return [plain.outputs[req_id].token_ids for req_id in ids]
 
 
 def model_of(paths: Paths, kind: str, policy: str = "fixed", **options: Any) -> DrafterConfig:
@@ -187,9 +190,9 @@ def test_tokens_are_those_without_a_drafter(
 
 
 def test_tokens_are_those_of_one_rank_up_to_near_ties(paths: Paths) -> None:
-    """Sums of ranks are rounded otherwise."""
+    """Sums of ranks are rounded otherwise; the best log-probabilities are as near."""
     chooser = random.Random(1)
-    asked = [[chooser.randrange(VOCAB) for _ in range(2 + n % 30)] for n in range(50)]
+    asked = [[chooser.randrange(VOCAB) for _ in range(2 + 2 * n)] for n in range(16)]
     gaps = LogprobOptions(start_len=-1, top_num=2)
     greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12}
     told = []
@@ -204,6 +207,10 @@ def test_tokens_are_those_of_one_rank_up_to_near_ties(paths: Paths) -> None:
         for prompt, one in zip(asked, told[0], strict=True)
     ]
     assert_equal_up_to_near_ties([each.token_ids for each in told[1]], references, "two ranks")
+    for one, two in zip(*told, strict=True):
+        same = first_divergence(one.token_ids, two.token_ids)
+        expected, found = (torch.tensor(top_logprobs(each)[: same + 1]) for each in (one, two))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def top_logprobs(outcome: Any) -> list[list[float]]:

@@ -684,12 +684,23 @@ def shared_bytes(capability: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    ("capability", "item_bytes"), [*((capability, 2) for capability in GPUS), (89, 1), (90, 1)]
-)
-def test_products_of_few_rows_fit_into_the_shared_memory(
+FEW_ROWS_ON = (*((capability, 2) for capability in GPUS), (89, 1), (90, 1))
+
+
+def heights_of_tiles(item_bytes: int) -> tuple[int, ...]:
+    return (16, 32, 64, 128) if item_bytes == 1 else (16, 32, 64)
+
+
+def staged(gated: bool, shape: few.FewRows) -> int:
+    """Counts the numbers of which the products of all stages are made."""
+    return (shape.block_m + (1 + gated) * shape.block_n) * shape.block_k * shape.num_stages
+
+
+def largest_few_rows(
     capability: int, item_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> dict[tuple[bool, int], few.FewRows]:
+    """Finds, of gated products and others and for each height of tiles, the shape of those chosen
+    for Llama 8B that keeps most in shared memory."""
     limit = shared_bytes(capability, monkeypatch)
     most = few.MAX_SCALED_ROWS if item_bytes == 1 else few.MAX_FEW_ROWS
     weights = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
@@ -701,18 +712,46 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
     }
     assert len(shapes) >= 8
 
-    def staged(gated: bool, shape: few.FewRows) -> int:
-        return (shape.block_m + (1 + gated) * shape.block_n) * shape.block_k * shape.num_stages
-
     largest = {}
     for gated, shape in sorted(shapes, key=lambda found: staged(*found)):
         assert shape is not None
         assert shape.num_stages >= 2, "Nothing would be loaded ahead."
         largest[gated, shape.block_m] = shape
-    for (gated, _), shape in largest.items():
-        kernel = few_rows(shape, gated, item_bytes == 1)
-        dtype = "bf16" if capability >= 90 else "fp16"
-        assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
+    return largest
+
+
+@pytest.mark.parametrize(("capability", "item_bytes"), FEW_ROWS_ON)
+def test_products_of_few_rows_load_ahead_in_tiles_of_all_heights(
+    capability: int, item_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler keeps all stages but one at least, which alone must fit."""
+    found = largest_few_rows(capability, item_bytes, monkeypatch)
+    heights = heights_of_tiles(item_bytes)
+    assert found.keys() == {(gated, height) for gated in (False, True) for height in heights}
+    limit = shared_bytes(capability, monkeypatch)
+    for (gated, _), shape in found.items():
+        in_all_but_one = staged(gated, shape) * (shape.num_stages - 1) // shape.num_stages
+        assert in_all_but_one * item_bytes <= limit
+
+
+@pytest.mark.long_matrix
+@pytest.mark.parametrize(
+    ("capability", "item_bytes", "gated", "block_m"),
+    [
+        (capability, item_bytes, gated, block_m)
+        for capability, item_bytes in FEW_ROWS_ON
+        for gated in (False, True)
+        for block_m in heights_of_tiles(item_bytes)
+    ],
+)
+def test_products_of_few_rows_fit_into_the_shared_memory(
+    capability: int, item_bytes: int, gated: bool, block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = largest_few_rows(capability, item_bytes, monkeypatch)[gated, block_m]
+    kernel = few_rows(shape, gated, item_bytes == 1)
+    dtype = "bf16" if capability >= 90 else "fp16"
+    limit = shared_bytes(capability, monkeypatch)
+    assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -178,15 +178,20 @@ TAKE_NO_MODELS = (
 @pytest.mark.parametrize(
     ("kind", "page_size", "choices", "over"),
     [
-        (EAGLE3, 1, TAKE_NONE, "torch"),
-        ("trees", 16, TAKE_NONE, "torch"),
         (DFLASH, 1, TAKE_NONE, "torch"),
-        (EAGLE3, 1, TAKE_NO_MODELS, "torch"),
-        (DFLASH, 16, TAKE_NO_MODELS, "torch"),
         (EAGLE3, 1, TAKE_NO_MODELS, "steps that are cut"),
-        (EAGLE3, 16, TAKE_NO_MODELS, "FlashInfer"),
         ("trees", 16, TAKE_NONE, "FlashInfer"),
-        (DFLASH, 16, TAKE_NO_MODELS, "FlashInfer"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long_matrix)
+            for case in (
+                (EAGLE3, 1, TAKE_NONE, "torch"),
+                ("trees", 16, TAKE_NONE, "torch"),
+                (EAGLE3, 1, TAKE_NO_MODELS, "torch"),
+                (DFLASH, 16, TAKE_NO_MODELS, "torch"),
+                (EAGLE3, 16, TAKE_NO_MODELS, "FlashInfer"),
+                (DFLASH, 16, TAKE_NO_MODELS, "FlashInfer"),
+            )
+        ),
     ],
 )
 def test_so_they_are_beside_and_behind_requests_that_take_no_drafts_of_it(
