@@ -47,7 +47,7 @@ def ways_of(folder: Path, rank: int, device: str) -> dict[str, RankGroup]:
     usual = kernels.room_of(NUM_RANKS)
     rooms = {
         "nccl": None,
-        "lines": usual._replace(piece_bytes=0),
+        "lines": usual._replace(lines_bytes=2 * usual.lines_bytes, piece_bytes=0),
         "blocks": usual._replace(lines_bytes=0),
     }
     ways = {way: RankGroup(shard, folder / way) for way in rooms}

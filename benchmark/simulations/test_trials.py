@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from unittest import mock
 
@@ -28,7 +28,7 @@ from sglang.srt.lookahead.load_aware_drafts import (
 )
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
-from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from tile_spec_rounds import prices_of
 
 UNVERIFIED = Kind(False, 5)
@@ -37,20 +37,26 @@ MOST = 7
 DRAFTING = EmittingRequest(Kind(), 1 + MOST)
 
 
-def test_what_failed_is_tried_again_later_and_believed_once_it_succeeds() -> None:
+@pytest.mark.parametrize("unread", [0, 2, 60])
+def test_what_failed_is_tried_again_later_and_believed_once_it_succeeds(unread: int) -> None:
+    """Results are read so many steps late. What trials lose is bounded from the first step on."""
     policy, limits, extra_ms = mask_policy(KNEE, MASK_K), [1], 0.0
+    results = deque[StepOutcome]()
     for number in range(4500):
         step = mask_step(40, UNVERIFIED, limits[-1])
         budget = policy.choose(step)
         limits.append(budget.limit)
         if number < 3000:
             extra_ms += KNEE.price_ms(step.current_shape(budget.limit)) - 5.0
+            assert extra_ms < (PROBE_SHARE * (1 + number) + PROBE_STEPS) * 5.0
         taken = min(budget.limit, 1 if number < 3000 else MASK_K)
-        policy.observe(predicted(budget, UNVERIFIED, [(budget.limit, taken)] * 40))
+        results.append(predicted(budget, UNVERIFIED, [(budget.limit, taken)] * 40))
+        if len(results) > unread:
+            policy.observe(results.popleft())
     tries = [place for place, limit in enumerate(limits[:3000]) if limit > 1]
     assert 3 <= len(tries) < 300
     assert max(tries) > 1500
-    assert 0 < extra_ms < (PROBE_SHARE * 3000 + PROBE_STEPS) * 5.0
+    assert extra_ms > 0
     assert min(limits[-20:]) > 1
 
 

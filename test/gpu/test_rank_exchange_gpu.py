@@ -34,7 +34,8 @@ class Ranks:
         self._compile(dtype)
 
     def _compile(self, dtype: torch.dtype) -> None:
-        """No kernel can be loaded while one waits, so here all numbers are those waited for."""
+        """Loads both kernels before one waits, which nothing can be loaded beside: here all memory
+        has the number of the first exchange, so no rank waits for the other."""
         self._memory.view(torch.int32).fill_(1)
         for rank in range(NUM_RANKS):
             for size in (ROOM.lines_bytes, ROOM.piece_bytes):

@@ -40,7 +40,7 @@ def curve(points: dict[int, float]) -> Curve:
 
 
 def h100() -> PriceTable:
-    """Prices as they are measured at a start, with graphs of up to 1,024 rows."""
+    """Prices as they are measured at a start, but of graphs of up to 1,024 rows alone."""
     keys, steps = GraphKeys(GraphSupport.RAGGED_Q, MAX_RUNNING, 1, 1024), curve(STEP_MS)
     graphs_ms = {key: steps.at(key.num_tokens) for key in keys.all if key.tag in (DECODE, MIXED)}
     keys.prefer_cheaper(graphs_ms)

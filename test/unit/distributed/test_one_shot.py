@@ -121,6 +121,7 @@ def test_kernels_take_messages_of_whole_vectors(
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_large_messages_of_two_ranks_go_in_blocks(num_ranks: int) -> None:
     room = rank_exchange.room_of(num_ranks)
+    assert room.lines_bytes == {2: 1 << 19, 3: 1 << 19, 8: 149_792}[num_ranks]
     small = torch.zeros((1 << 18) // (num_ranks - 1) // 4 * 4)
     assert rank_exchange.takes(small, room)
     for larger in (torch.zeros(len(small) + 4), torch.zeros(1 << 21)):

@@ -724,7 +724,7 @@ def largest_few_rows(
 def test_products_of_few_rows_load_ahead_in_tiles_of_all_heights(
     capability: int, item_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler keeps all stages but one at least, which alone must fit."""
+    """The compiler keeps num_stages - 1 stages in shared memory at least; those must fit."""
     found = largest_few_rows(capability, item_bytes, monkeypatch)
     heights = heights_of_tiles(item_bytes)
     assert found.keys() == {(gated, height) for gated in (False, True) for height in heights}

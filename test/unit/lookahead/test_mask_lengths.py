@@ -123,7 +123,7 @@ def test_estimates_are_near_the_truth() -> None:
         assert survival.runs(4)[3] == pytest.approx(truth, abs=0.35)
 
 
-def test_what_was_not_tried_lately_is_less_sure_and_old_trials_are_forgotten() -> None:
+def test_what_was_not_tried_lately_returns_towards_the_prior_and_old_trials_are_forgotten() -> None:
     survival = Survival(MAX_K)
     survival.record(2, 2, 10_000)
     runs = survival.runs(MAX_K)

@@ -120,6 +120,9 @@ def test_steps_with_prompts_waste_few_rows(max_requests: int) -> None:
         most = max(32, min(64, num_rows / 5)) if num_rows <= 1024 else 128
         assert key.num_tokens - num_rows < most
     assert keys.find([MAX_GRAPH_ROWS + 1]) is None
+    few_of_many = GraphKeys(GraphSupport.RAGGED_Q, 2000, 1, MAX_GRAPH_ROWS).find([20] + [1] * 8)
+    assert few_of_many is not None
+    assert few_of_many.num_tokens <= 1024
     assert GraphKeys(GraphSupport.UNIFORM_Q, 8, 1, 1024).find([30, 1]) is None
 
 

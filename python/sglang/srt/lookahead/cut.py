@@ -268,7 +268,8 @@ class TileSpec:
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
     ) -> tuple[tuple[int, ...], list[tuple[float, float, float]]]:
-        """Returns the rows of each bucket, and its `LatencyByKV` with the share of prompts."""
+        """Returns the rows of each bucket, and of each: milliseconds of the rows, milliseconds per
+        token of KV, and the share of prompts in the rows."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._packed.target.sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
@@ -279,7 +280,9 @@ class TileSpec:
         costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
         costs.append(self._rounds.cost(num_reqs, num_drafts, most, *beside))
         sums = [prompt_rows + count for count in rows]
-        return rows, [(c.rows_ms, c.kv_ms, prompt_rows / n) for c, n in zip(costs, sums)]
+        return rows, [
+            (c.rows_ms, c.kv_ms, prompt_rows / n) for c, n in zip(costs, sums, strict=True)
+        ]
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -368,7 +371,9 @@ class TileSpec:
         scores, rows, *numbers, paths = zip(*untold, strict=True)
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
-        chains = np.concatenate([of_step.take(of, 0) for of_step, of in zip(scores, rows)])
+        chains = np.concatenate(
+            [of_step.take(of, 0) for of_step, of in zip(scores, rows, strict=True)]
+        )
         told = bounded_scores(chains[:, : len(places)]).cumprod(axis=1)
         was_fed, confirmed = places <= fed, places < taken
         if self._has_trees:  # draft j is node j + 1

@@ -76,10 +76,9 @@ class TrialAllowance:
     def __init__(self) -> None:
         self.left_ms = math.inf  # before the first step; later it may fall below 0
 
-    def earn(self, ms: float, most_ms: float, first_ms: float) -> None:
-        """Saves a share of a step, up to `most_ms` in all; `first_ms` is there before any step."""
-        before_ms = first_ms if self.left_ms == math.inf else self.left_ms
-        self.left_ms = min(before_ms + ms, most_ms)
+    def earn(self, ms: float, most_ms: float) -> None:
+        """Saves a share of a step, up to `most_ms` in all."""
+        self.left_ms = min(self.left_ms + ms, most_ms)
 
     def add(self, ms: float, least_ms: float = -math.inf) -> None:
         """Adds what was gained; below 0: pays, and no more than leaves `least_ms`."""

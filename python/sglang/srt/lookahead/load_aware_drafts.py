@@ -114,7 +114,7 @@ class LoadAwareDrafts(LengthPolicy):
         best, cost = self.settled, costs[self.settled]
         most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
-        self._allowance.earn(share * cost, most_ms, most_ms)
+        self._allowance.earn(share * cost, most_ms)
         hopeful = hopeful_tiers(lengths, costs, best, self._least_gain)
         if not hopeful:
             return best

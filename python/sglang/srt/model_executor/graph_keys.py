@@ -43,11 +43,13 @@ from sglang.srt.layers.forward_batch import (
 )
 
 LEAST_SAVING = 0.05  # share by which a larger graph must be cheaper, since times vary
-MAX_WIDE_TOKENS = 1024  # rows of a step of several rows per request; above, launching costs little
+MAX_WIDE_TOKENS = 1024  # rows of a step of several rows per request, in graphs of their own
 UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
 ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
-LARGE_ROWS = tuple(range(1152, 2049, 128))  # in graphs of the most requests
+LARGE_ROWS = tuple(
+    range(1152, 2049, 128)
+)  # if there may be more requests than FEW_REQUESTS, for these alone
 ONE_ROW = (DECODE, DRAFT_STEPS)
 # Number of shapes whose graph is cached. A step looks up tens of them, and steps with prompts
 # hardly ever the same ones.
@@ -252,10 +254,11 @@ def _plain_keys(
     keys = [GraphKey(DECODE, n, 1, n) for n in decode_sizes(max_requests)]
     if support is GraphSupport.RAGGED_Q:
         most_requests = min(max_requests, max_mixed_rows)  # each feeds a row at least
+        many = {min(most_requests, ROWS[-1]), most_requests}
         keys += [
             GraphKey(MIXED, num_reqs, max_width, rows)
-            for num_reqs in sorted({min(FEW_REQUESTS, most_requests), most_requests})
-            for rows in (ROWS if num_reqs < most_requests else ROWS + LARGE_ROWS)
+            for num_reqs in sorted({min(FEW_REQUESTS, most_requests), *many})
+            for rows in (ROWS + LARGE_ROWS if num_reqs in many else ROWS)
             if num_reqs <= rows <= max_mixed_rows
         ]
     if max_width == 1:

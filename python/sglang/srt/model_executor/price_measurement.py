@@ -236,7 +236,7 @@ class PriceMeter:
         return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
-        """Returns sizes of which most have no graph: large ones, where prompts have graphs too."""
+        """Returns sizes that no graph covers, and before them the largest that one does."""
         decode_rows = self._max_requests * self._max_width
         if isinstance(self.timer, CpuTimer):
             most = decode_rows + self._runner.max_prompt_rows
