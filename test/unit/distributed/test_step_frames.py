@@ -58,7 +58,7 @@ PLAN = StepPlan(
     left_out=range(1),
     without_model=[1],
     fed_again=[3],
-    budget=Budget(3, 8, 0.1, 0.2),
+    budget=Budget(3, 8, settled=2, rests=True),
 )
 
 
