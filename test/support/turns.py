@@ -1,8 +1,8 @@
-"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes an eighth, and CI
+"""Long matrices, tests marked `long_matrix`, of which one run of the suite takes a twelfth, and CI
 at least one case of each test. All files that are marked as a whole, since their tests share a
 server or what a compiler made, are one matrix, whose cases are the files.
 
-TEST_TURN says which cases: a number draws them, `more-of-NUMBER` is another eighth alone, and
+TEST_TURN says which cases: a number draws them, `more-of-NUMBER` is another twelfth alone, and
 without it all tests run. `scripts/test.sh` draws a number for the whole suite and prints it; CI
 runs more of its own number too.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import pytest
 
 MORE_OF = "more-of-"
-PARTS = 8  # the suite takes one, a run of more cases the next one
+PARTS = 12  # the suite takes one, a run of more cases the next one
 
 
 def is_more(turn: str) -> bool:
