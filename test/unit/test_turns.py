@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from turns import case_of, chosen
+from turns import PARTS, case_of, chosen
 
-TESTS = [*(f"test/a.py::test_pairs[{pair}]" for pair in range(9)), "test/a.py::test_alone"]
+TESTS = [*(f"test/a.py::test_pairs[{pair}]" for pair in range(PARTS + 1)), "test/a.py::test_alone"]
 
 
 @pytest.mark.parametrize("turn", ["0", "7", "31000"])
