@@ -19,11 +19,11 @@ def test_a_turn_and_more_of_it_have_no_test_twice(turn: str) -> None:
 
 
 def test_turns_differ_and_each_says_the_same_again() -> None:
-    parts = [chosen(str(turn), TESTS) for turn in range(50)]
-    assert parts == [chosen(str(turn), TESTS) for turn in range(50)]
+    parts = [chosen(str(turn), TESTS) for turn in range(200)]
+    assert parts == [chosen(str(turn), TESTS) for turn in range(200)]
     assert set.union(*parts) == set(TESTS)
     assert not set.intersection(*parts)
-    assert set.union(*(chosen(f"more-of-{turn}", TESTS) for turn in range(50))) == set(TESTS)
+    assert set.union(*(chosen(f"more-of-{turn}", TESTS) for turn in range(200))) == set(TESTS)
 
 
 def test_a_test_of_no_matrix_is_not_drawn(request: pytest.FixtureRequest) -> None:
