@@ -209,7 +209,7 @@ class TileSpec:
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
         self._calibration = Calibration()
         # Steps that it has not heard of: scores of all rows, their rows, drafts fed, tokens, paths.
-        self._untold = list[tuple]()
+        self._untold = list[tuple[Scores, ArrayLike, Sequence[int], list[int], list[list[int]]]]()
         self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
         self._chances: Floats | None = None  # likewise, by these scores
         self._right = dict[int, Floats]()  # by these scores; see `_expected`

@@ -47,9 +47,8 @@ MAX_WIDE_TOKENS = 1024  # rows of a step of several rows per request, in graphs 
 UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
 ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
-LARGE_ROWS = tuple(
-    range(1152, 2049, 128)
-)  # if there may be more requests than FEW_REQUESTS, for these alone
+# More rows: in graphs for more requests than FEW_REQUESTS, unless there never are as many.
+LARGE_ROWS = tuple(range(1152, 2049, 128))
 ONE_ROW = (DECODE, DRAFT_STEPS)
 # Number of shapes whose graph is cached. A step looks up tens of them, and steps with prompts
 # hardly ever the same ones.

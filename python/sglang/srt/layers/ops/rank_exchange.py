@@ -178,8 +178,8 @@ def _exchange_blocks_kernel(
 
 def room_of(num_ranks: int) -> Room:
     """Makes the room of a server's ranks. With more than two, blocks would send more bytes than
-    rings do, so there are none. With two they take larger messages than LINES_BYTES / 2, for
-    which lines and blocks take about as long."""
+    rings do, so there are none. With two, messages above LINES_BYTES / 2 go in blocks: of that
+    size lines and blocks take about as long."""
     lines_bytes = LINES_BYTES // max(2, num_ranks - 1) // VECTOR_BYTES * VECTOR_BYTES
     return Room(num_ranks, lines_bytes, PIECE_BYTES if num_ranks == 2 else 0)
 
