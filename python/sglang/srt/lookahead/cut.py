@@ -36,11 +36,11 @@ Scores = NDArray[np.float32]  # see `Confidence.drafts`
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
 BIN_TRIALS = 256.0  # that each bin remembers
-TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
+TOLD_ANEW = 8  # chances are computed anew after so many times that it was told of drafts
 PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
-SCORE_STEPS = 4  # after this many steps scores are read anew
+SCORE_STEPS = 8  # after this many steps scores are read anew
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
