@@ -31,8 +31,8 @@ def test_graphs_launch_what_was_rehearsed(tmp_path: Path, monkeypatch: pytest.Mo
 
     ahead: list[CompilesAhead | None] = []
 
-    def watched(*configs: Any) -> CompilesAhead | None:
-        ahead.append(compile_ahead(*configs))
+    def watched(*configs: Any, **more: Any) -> CompilesAhead | None:
+        ahead.append(compile_ahead(*configs, **more))
         return ahead[0]
 
     monkeypatch.setattr(runner_group, "compile_ahead", watched)
