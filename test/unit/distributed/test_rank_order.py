@@ -20,7 +20,7 @@ import torch.distributed as dist
 from model_harness import sequence
 from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.distributed.group import RankGroup
-from sglang.srt.model_executor.measured_times import GpuTimer
+from sglang.srt.model_executor.measured_times import CpuTimer, GpuTimer
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.shard import Shard
@@ -81,7 +81,8 @@ class Priced:
             now += rng.choice([1e-5, 1e-3, 0.1])
             return now
 
-        meter = PriceMeter(runners.target, 3, MTP_MAX_ROWS, clock)
+        meter = PriceMeter(runners.target, 3, MTP_MAX_ROWS)
+        meter.timer = CpuTimer(float if group is None else group.first_of, clock)
         prices = TileSpecProfiler(self._folder, runners.target).target(meter)
         runners.target.prefer_cheaper_graphs(prices.graphs_ms)
         self.prices.append((prices.graphs_ms, prices.eager, prices.head, prices.spread))
