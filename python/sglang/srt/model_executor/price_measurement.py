@@ -241,12 +241,8 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
     if keys is None:
         return no_graphs
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
-    if keys.have_trees:
+    if runner.config.captures_trees:  # where the backend cannot, none has room for trees
         return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
-    if runner.config.captures_trees:  # its backend cannot, so such steps replay no graph
-        return lambda num_reqs, widest, num_rows: (
-            find(num_reqs, widest, num_rows) if widest == 1 else None
-        )
     return find
 
 
@@ -271,8 +267,6 @@ def _has_room(graph: GraphKey, key: GraphKey) -> bool:
 def rows_of(key: GraphKey, row_width: int) -> list[int]:
     """Rows of the requests of a step that replays this graph and fills it, as far as requests of up
     to `row_width` rows can."""
-    if key.is_uniform:
-        return [key.width] * key.num_reqs
     if key.tag != MIXED:
         return split(key.num_tokens, key.num_reqs)
     # As few prompts as possible, too long for the other graphs, beside as many decodes as there is
