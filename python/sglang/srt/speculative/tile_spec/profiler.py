@@ -48,21 +48,14 @@ KEPT_NAME, MOST_KEPT = re.compile(r"[0-9a-f]{16}\.json"), 64  # files of a folde
 DAMAGED = "damaged, or of another version"
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
-# Fields of `ExecutionConfig` that do, or which steps are measured.
-TIMED_FIELDS = (
-    "attention_backend",
-    "device",
-    "dtype",
-    "max_decode_rows",
-    "max_graph_rows",
-    "max_graph_width",
-    "max_prompt_rows",
-    "max_running_requests",
-    "num_threads",
-    "ops",
-    "page_size",
-    "poisons_graphs",
-    "row_width",
+# Fields of `ExecutionConfig` on which no time depends; `measured_with` has the model's own.
+UNTIMED_FIELDS = (
+    "model",
+    "load_format",
+    "max_total_tokens",
+    "context_len",
+    "kv_budget_bytes",
+    "static_memory_share",
 )
 
 TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.name != "find"]
@@ -202,13 +195,12 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
     """Returns what the prices of a runner's steps depend on."""
     config, keys, ranks = runner.config, runner.graph_keys, runner.ranks
     room = None if ranks is None or ranks.one_shot is None else ranks.one_shot.room
-    fields = {name: getattr(config, name) for name in TIMED_FIELDS}
-    graphs = [] if keys is None else [dataclasses.astuple(key) for key in keys.all]
+    names = (each.name for each in dataclasses.fields(config) if each.name not in UNTIMED_FIELDS)
     return {
         "model": _digest([config.model.hf, config.model.rounds_weights]),
         "code of the model": config.model.impl,
-        "setting": _digest([fields, sorted(config.draft_steps)]),
-        "set of graphs": _digest(graphs),
+        "setting": _digest([str(getattr(config, name)) for name in names]),
+        "set of graphs": _digest([] if keys is None else keys.all),
         "ranks": f"{config.model.shard.num_ranks}, {room or 'sums by the library'}",
         "GPU": Platform.probe().device_name,
         "driver": driver_version(),
