@@ -122,7 +122,7 @@ CHANGES: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "
 CHANGES |= {"poisons_graphs": False, "page_size": 16, "max_running_requests": 9, "num_threads": 3}
 CHANGES |= {f"max_graph_{name}": 7 for name in ("rows", "width")} | {"max_prompt_rows": 70}
 CHANGES |= {"row_width": 99, "max_decode_rows": 3, "may_rest": True, "has_both_orders": True}
-VERSIONS = ("driver_version", "code_digest", "metadata.version")
+VERSIONS = ("driver_version", "code_digest", "version_of")
 
 
 def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_its_own(

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import msgspec
 import torch
 
 import sgl_kernel
+from sglang.srt.compile_cache import plain_name, version_of
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -186,9 +186,8 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
     """`{model}_{gpu}_tp{ranks}`: names of files alone, whatever the model is called."""
     config = target.config
     gpu = Platform.probe().device_name if config.device == "cuda" else config.device
-    names = (re.sub(r"[^A-Za-z0-9.-]+", "-", name) for name in (config.model.path.name, gpu))
-    model, gpu = (name.strip(".-")[:100] or "unnamed" for name in names)
-    return cache_dir / f"{model}_{gpu}_tp{config.model.shard.num_ranks}"
+    model, num_ranks = plain_name(config.model.path.name), config.model.shard.num_ranks
+    return cache_dir / f"{model}_{plain_name(gpu)}_tp{num_ranks}"
 
 
 def measured_with(runner: ModelRunner) -> dict[str, str]:
@@ -206,8 +205,8 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "driver": driver_version(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
-        "Triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "Triton": version_of("triton"),
+        "transformers": version_of("transformers"),
         "set of kernels": code_digest(),
     }
 
@@ -215,13 +214,6 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
 def _digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 @cache
