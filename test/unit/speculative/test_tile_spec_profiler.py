@@ -194,6 +194,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "foreign": entry(["measured_with", "model"], "another"),
     "beyond all numbers": lambda file: text(file.read_bytes().replace(b": 0.01", b": 1e999"))(file),
     "negative": entry(["spread"], -1),
+    "another time": entry(["kv_ms"], 2e-6),
     "free rows": entry(["eager"], {"sizes": [1], "costs_ms": [0.0]}),
     "no sizes": entry(["eager"], {"sizes": [], "costs_ms": []}),
     "sizes that fall": entry(["head"], {"sizes": [8, 4], "costs_ms": [1, 1]}),

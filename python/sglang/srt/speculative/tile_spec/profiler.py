@@ -11,13 +11,10 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
-import re
 import statistics
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -32,11 +29,11 @@ from sglang.srt.compile_cache import plain_name, version_of
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
+from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, Price, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ logger = logging.getLogger(__name__)
 CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
 CLIFF = 0.15  # share by which the next size takes longer, for people
 MAX_BYTES = 4 << 20
-KEPT_NAME, MOST_KEPT = re.compile(r"[0-9a-f]{16}\.json"), 64  # files of a folder, the newest
+KEPT_NAMES, MOST_KEPT = "[0-9a-f]" * 16 + ".json", 64  # files of a folder, the newest
 DAMAGED = "damaged, or of another version"
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
@@ -62,17 +59,22 @@ TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.
 
 
 class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
-    """A file: what prices were measured with, `PriceTable` but `find`, and a head's passes."""
+    """A file: what prices were measured with, `PriceTable` but `find`, a head's passes, and a
+    digest of all that."""
 
     measured_with: dict[str, str]
-    graphs_ms: list[tuple[GraphKey, Price]]
+    graphs_ms: list[tuple[GraphKey, float]]
     eager: Curve
     head: Curve
-    kv_ms: Price
-    row_kv_ms: Price
+    kv_ms: float
+    row_kv_ms: float
     prompt_kv_ms: Curve
-    spread: Price
+    spread: float
     passes: list[tuple[int | TreeShape, PassPrices]]
+    digest: str = ""
+
+    def own_digest(self) -> str:
+        return _digest(msgspec.to_builtins(msgspec.structs.replace(self, digest="")))
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
         fields = {name: getattr(self, name) for name in TABLE_FIELDS}
@@ -95,7 +97,7 @@ class TileSpecProfiler:
 
     def target(self, meter: PriceMeter) -> PriceTable:
         """Gives prices of the runner's steps; kept ones if they still hold."""
-        kept = self._read(())
+        kept = self._read()
         if kept is not None and still_holds(prices := kept.table_of(self._runner), meter):
             return prices
         prices = meter.measure()
@@ -104,33 +106,24 @@ class TileSpecProfiler:
 
     def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
         """Gives prices of the runner as a head over its target."""
-        kept = self._read(self._runner.config.draft_steps)
+        kept = self._read()
         if kept is not None:
             return DraftPrices(kept.table_of(self._runner), dict(kept.passes))
         prices = measure()
         self._keep(prices.extend, prices.passes)
         return prices
 
-    def _read(self, shapes: Iterable[DraftShape]) -> KeptPrices | None:
-        """Returns prices of exactly the runner's graphs and these passes, if there are any. All
-        ranks get what the first one reads."""
+    def _read(self) -> KeptPrices | None:
+        """Returns what the file holds if it is whole. All ranks get what the first one reads."""
         data, problem = _contents(self._path)
         if (ranks := self._runner.ranks) is not None:
-            data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
-        if data and not problem:
-            keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
-            kept: KeptPrices | None = None
+            data = ranks.from_first(data)
+        if data:
             with suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 kept = msgspec.json.decode(data, type=KeptPrices)
-            if (
-                kept is not None
-                and kept.measured_with == self._known
-                and Counter(key for key, _ in kept.graphs_ms) == Counter(keys)
-                and Counter(shape for shape, _ in kept.passes) == Counter([*shapes])
-                and min(*kept.eager.costs_ms, *(ms for _, ms in kept.graphs_ms), math.inf) > 0
-            ):
-                logger.info("Read prices of steps from %s.", self._path)
-                return kept
+                if kept.measured_with == self._known and kept.digest == kept.own_digest():
+                    logger.info("Read prices of steps from %s.", self._path)
+                    return kept
             problem = DAMAGED
         if problem:
             logger.warning("%s: %s; measured again.", self._path, problem)
@@ -143,16 +136,17 @@ class TileSpecProfiler:
             return  # the first one keeps what all have
         fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
         fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
-        path, data = self._path, msgspec.json.encode(KeptPrices(self._known, **fields))
+        path, kept = self._path, KeptPrices(self._known, **fields)
+        kept.digest = kept.own_digest()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
                 new = Path(folder) / path.name  # who may read it is the umask's matter
-                new.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+                new.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
                 os.replace(new, path)
-            kept = [each for each in path.parent.iterdir() if KEPT_NAME.fullmatch(each.name)]
+            files = path.parent.glob(KEPT_NAMES)
             with suppress(FileNotFoundError):  # another start removes files too
-                for old in sorted(kept, key=os.path.getmtime)[:-MOST_KEPT]:
+                for old in sorted(files, key=os.path.getmtime)[:-MOST_KEPT]:
                     old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
