@@ -42,7 +42,6 @@ CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
 CLIFF = 0.15  # share by which the next size takes longer, for people
 MAX_BYTES = 4 << 20
 KEPT_NAMES, MOST_KEPT = "[0-9a-f]" * 16 + ".json", 64  # files of a folder, the newest
-DAMAGED = "damaged, or of another version"
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
 # Fields of `ExecutionConfig` on which no time depends; `measured_with` has the model's own.
@@ -115,18 +114,23 @@ class TileSpecProfiler:
 
     def _read(self) -> KeptPrices | None:
         """Returns what the file holds if it is whole. All ranks get what the first one reads."""
-        data, problem = _contents(self._path)
+        path, data, problem = self._path, b"", ""
+        # If what cannot be opened cannot be replaced either, `_keep` says so.
+        if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
+            problem = "damaged, or of another version"
+            try:
+                data = read_bytes(path, MAX_BYTES)
+            except UnreadableFileError as error:
+                problem = error.reason
         if (ranks := self._runner.ranks) is not None:
             data = ranks.from_first(data)
-        if data:
-            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                kept = msgspec.json.decode(data, type=KeptPrices)
-                if kept.measured_with == self._known and kept.digest == kept.own_digest():
-                    logger.info("Read prices of steps from %s.", self._path)
-                    return kept
-            problem = DAMAGED
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            kept = msgspec.json.decode(data, type=KeptPrices)
+            if kept.measured_with == self._known and kept.digest == kept.own_digest():
+                logger.info("Read prices of steps from %s.", path)
+                return kept
         if problem:
-            logger.warning("%s: %s; measured again.", self._path, problem)
+            logger.warning("%s: %s; measured again.", path, problem)
         return None
 
     def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
@@ -228,15 +232,3 @@ def timed_folders() -> list[Path]:
     if not (kernels / "csrc").is_dir():  # CUDA sources are in the package only once installed
         folders += [kernels.parents[1] / name for name in ("csrc", "include")]
     return folders
-
-
-def _contents(path: Path) -> tuple[bytes, str]:
-    """Returns the bytes of a file and what is wrong with it; nothing where none can be opened: if
-    it cannot be replaced either, `_keep` says so."""
-    if not os.path.exists(path) or path.is_dir() or not os.access(path, os.R_OK):
-        return b"", ""
-    try:
-        data = read_bytes(path, MAX_BYTES)
-    except UnreadableFileError as error:
-        return b"", error.reason
-    return data, "" if data else DAMAGED
