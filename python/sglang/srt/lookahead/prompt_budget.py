@@ -81,7 +81,7 @@ class PromptAllowance:
             chunk = PromptChunk(position, count + num_lookahead)
             return alone_ms + beside_ms + chunk.ms(prices.prompt_kv_ms)
 
-        sizes = [0, *prices.sizes]
+        sizes = [0, *prices.by_rows]
         sizes.append(1000 * sizes[-1])  # prices go on in a straight line beyond the last one
         for index in range(bisect.bisect_left(sizes, others + most), 0, -1):
             before, size = sizes[index - 1], sizes[index]

@@ -63,7 +63,8 @@ class MeasuredRoundPrices:
 
     def __post_init__(self) -> None:
         self.spread = self.target.spread
-        self.prompt_row_ms = self.target.least_row_ms  # what a row of a prompt costs elsewhere
+        by_rows = self.target.by_rows.items()
+        self.prompt_row_ms = min(ms / rows for rows, ms in by_rows)  # of a prompt elsewhere
         self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._feed = lru_cache(maxsize=MAX_COSTS)(partial(self._of_rows, self.head.extend))
 

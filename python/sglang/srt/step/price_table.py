@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,16 +92,13 @@ class PriceTable:
     spread: float = 0.0  # typical deviation of one measurement from another, as a share
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """Ascending numbers of rows, between which steps are padded or prices are linear."""
-        return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
-
-    @property
-    def least_row_ms(self) -> float:
-        """Returns the ms of a row in steps of the size at which a row takes least."""
+    def by_rows(self) -> dict[int, float]:
+        """Ascending numbers of rows, between which steps are padded or prices are linear, and of
+        each the ms of the cheapest step."""
         graphs = ((key.num_tokens, cost_ms) for key, cost_ms in self.graphs_ms.items())
         eager = zip(self.eager.sizes, self.eager.costs_ms, strict=True)
-        return min(cost_ms / size for size, cost_ms in itertools.chain(graphs, eager))
+        dearest_first = sorted([*graphs, *eager], reverse=True)
+        return dict(sorted(dict(dearest_first).items()))
 
     def rows_ms(self, num_reqs: int, widest: int, num_rows: int) -> float:
         """Returns the time of a step without its attention over KV and its logits, in ms."""

@@ -172,11 +172,8 @@ def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
 
 
 def cliffs(prices: PriceTable) -> list[int]:
-    """Returns numbers of rows after which the cheapest graph, or larger steps, take far longer."""
-    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
-    graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
-    eager = zip(prices.eager.sizes, prices.eager.costs_ms, strict=True)
-    by_rows = pairwise(sorted((dict(eager) | graphs).items()))
+    """Returns numbers of rows after which the cheapest step takes far longer."""
+    by_rows = pairwise(prices.by_rows.items())
     return [rows for (rows, ms), (_, more_ms) in by_rows if more_ms > ms * (1 + CLIFF)]
 
 
