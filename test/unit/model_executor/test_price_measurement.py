@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import operator
 import random
 import sys
 from collections import Counter
@@ -228,7 +229,9 @@ def test_rows_and_attention_of_prompts_are_told_apart(
         nonlocal now, longest
         steps = zip(batch.q_lens, batch.kv_len_upper_bounds, strict=True)
         chunks = [PromptChunk(kv_len - q_len, q_len) for q_len, kv_len in steps]
-        num_pairs = sum(max(each.num_rows, least_rows) * each.mean_seen for each in chunks)
+        seen = [chunk.position + (chunk.num_rows + 1) / 2 for chunk in chunks]
+        rows = [max(chunk.num_rows, least_rows) for chunk in chunks]
+        num_pairs = sum(map(operator.mul, rows, seen))
         now += (1.0 + 0.01 * sum(batch.q_lens) + 1e-5 * num_pairs) / 1e3
         longest = max(longest, *batch.kv_len_upper_bounds)
         table = runner.req_to_token_pool.req_to_token

@@ -20,14 +20,10 @@ class PromptChunk(NamedTuple):
     position: int  # of the first one; as many tokens are before it
     num_rows: int
 
-    @property
-    def mean_seen(self) -> float:
-        """Tokens that a row sees, itself included."""
-        return self.position + (self.num_rows + 1) / 2
-
     def ms(self, kv_ms: Curve) -> float:
         """Returns the time of its attention; kv_ms: see `PriceTable.prompt_kv_ms`."""
-        return kv_ms.at(self.num_rows) * self.mean_seen
+        mean_seen = self.position + (self.num_rows + 1) / 2  # tokens, of a row, itself included
+        return kv_ms.at(self.num_rows) * mean_seen
 
 
 class StepShape(NamedTuple):
