@@ -74,12 +74,9 @@ class PromptAllowance:
         beside_ms = prices.head.at(step.num_read + 1 + num_lookahead) + prices.attention_ms(step)
         rows_ms = partial(prices.rows_ms, step.num_reqs + 1, WIDEST)
 
-        def cost_ms(count: int, alone_ms: float | None) -> float:
-            """Prices the step; `alone_ms`: its rows without KV and logits, None: of no graph."""
-            if alone_ms is None:
-                alone_ms = prices.eager.at(others + count)
+        def cost_ms(count: int) -> float:
             chunk = PromptChunk(position, count + num_lookahead)
-            return alone_ms + beside_ms + chunk.ms(prices.prompt_kv_ms)
+            return rows_ms(others + count) + beside_ms + chunk.ms(prices.prompt_kv_ms)
 
         sizes = [0, *prices.by_rows]
         sizes.append(1000 * sizes[-1])  # prices go on in a straight line beyond the last one
@@ -88,23 +85,18 @@ class PromptAllowance:
             if size <= others:
                 break
             count, least = min(size - others, most), max(before - others, 0)
-            first_ms, last_ms = rows_ms(before + 1), rows_ms(size)
-            if cost_ms(least + 1, min(first_ms, last_ms)) > max_ms:  # no step is cheaper
+            if min(cost_ms(least + 1), cost_ms(count)) > max_ms:  # nothing between costs less
                 continue
-            cost = partial(cost_ms, alone_ms=last_ms if first_ms == last_ms else None)
-            if cost(count) > max_ms:
-                num_fitting = bisect.bisect_right(range(least + 1, count), max_ms, key=cost)
-                if num_fitting == 0:
-                    continue
-                count = least + num_fitting
+            if cost_ms(count) > max_ms:
+                count = least + bisect.bisect_right(range(least + 1, count), max_ms, key=cost_ms)
             if count == most:
                 return count
-            if first_ms < last_ms:  # not padded
+            if rows_ms(before + 1) < rows_ms(size):  # not padded
                 fewer = count - (others + count) % ROW_TILE
                 return fewer if fewer > least else count
             # Attention keeps `count` tokens from filling their graph; `least` fill the one before.
-            least_ms = cost_ms(least, rows_ms(before)) if least else math.inf
-            is_better = least_ms <= max_ms and least * cost(count) > count * least_ms
+            least_ms = cost_ms(least) if least else math.inf
+            is_better = least_ms <= max_ms and least * cost_ms(count) > count * least_ms
             return least if is_better else count
         return 0
 
