@@ -190,7 +190,7 @@ def test_a_progress_bar_is_shown_in_a_terminal_if_it_takes_long(
     monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr("tqdm.std.time", clock.__next__)
-    assert [*shown([3, 1, 2], "graphs")] == [3, 1, 2]
+    assert [*shown([3, 1, 2], "Measuring graphs")] == [3, 1, 2]
     is_shown = is_terminal and takes_long
     assert ("Measuring graphs: 100%" in screen.getvalue()) == is_shown == bool(screen.getvalue())
 

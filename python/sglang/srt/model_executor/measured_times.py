@@ -5,21 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from sglang.srt.step.price_table import Curve
 
-Item = TypeVar("Item")
 Launch = Callable[[], object]  # returns when the work is in a GPU's queue, maybe not done
 
 REPEATS, SLOW_ROWS = 2, 1152  # from so many rows on one run tells the time
 LEAST_SIZES = 2  # that are timed, however long it takes
-SHOWN_AFTER_S = 0.5
 MOST_RUNS = 3  # on a GPU, for each that counts
+# Yields items while a progress bar in a terminal tells how far it is, after half a second.
+shown = partial(tqdm, unit="size", disable=None, delay=0.5)
 
 
 class GpuTimer:
@@ -68,7 +68,7 @@ class GpuTimer:
         """Returns the shortest time of each size, since disturbances only make times longer. When
         the budget is spent, larger sizes go."""
         start, times = self.now(), dict[int, float]()
-        for size in shown(sizes, what):
+        for size in shown(sizes, f"Measuring {what}"):
             if len(times) >= LEAST_SIZES and self.now() - start > self.budget_s:
                 break
             repeats = REPEATS if size < SLOW_ROWS else 1
@@ -99,8 +99,3 @@ def _recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def shown(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """Yields the items; if that takes long, a progress bar in a terminal tells how far it is."""
-    return tqdm(items, f"Measuring {what}", unit="size", disable=None, delay=SHOWN_AFTER_S)

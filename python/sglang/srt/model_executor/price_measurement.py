@@ -115,7 +115,8 @@ class PriceMeter:
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph, again of those to which steps would prefer a
         larger one: they may have met a slow moment."""
-        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in shown(keys, "graphs")}
+        graphs = shown(keys, "Measuring graphs")
+        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
         for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
             larger_ms = min(found[other] for other in found if _has_room(other, key))
             if larger_ms < found[key] * (1 - LEAST_SAVING):
