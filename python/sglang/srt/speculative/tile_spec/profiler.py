@@ -14,7 +14,7 @@ import logging
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -32,7 +32,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
-from sglang.srt.step.draft_shapes import DraftShape, TreeShape
+from sglang.srt.step.draft_shapes import TreeShape
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,6 @@ class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
     def own_digest(self) -> str:
         return _digest(msgspec.to_builtins(msgspec.structs.replace(self, digest="")))
 
-    def table_of(self, runner: ModelRunner) -> PriceTable:
-        fields = {name: getattr(self, name) for name in TABLE_FIELDS}
-        return PriceTable(graph_finder(runner), **fields | {"graphs_ms": dict(self.graphs_ms)})
-
 
 class TileSpecProfiler:
     """Gives prices of a runner's steps that an earlier start measured with the same GPU, versions,
@@ -97,23 +93,22 @@ class TileSpecProfiler:
     def target(self, meter: PriceMeter) -> PriceTable:
         """Gives prices of the runner's steps; kept ones if they still hold."""
         kept = self._read()
-        if kept is not None and still_holds(prices := kept.table_of(self._runner), meter):
-            return prices
+        if kept is not None and still_holds(kept.extend, meter):
+            return kept.extend
         prices = meter.measure()
-        self._keep(prices, {})
+        self._keep(DraftPrices(prices, {}))
         return prices
 
     def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
         """Gives prices of the runner as a head over its target."""
-        kept = self._read()
-        if kept is not None:
-            return DraftPrices(kept.table_of(self._runner), dict(kept.passes))
-        prices = measure()
-        self._keep(prices.extend, prices.passes)
+        prices = self._read()
+        if prices is None:
+            self._keep(prices := measure())
         return prices
 
-    def _read(self) -> KeptPrices | None:
-        """Returns what the file holds if it is whole. All ranks get what the first one reads."""
+    def _read(self) -> DraftPrices | None:
+        """Returns what the file holds if it is whole; of a target there are no passes. All ranks
+        get what the first one reads."""
         path, data, problem = self._path, b"", ""
         # If what cannot be opened cannot be replaced either, `_keep` says so.
         if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
@@ -128,19 +123,22 @@ class TileSpecProfiler:
             kept = msgspec.json.decode(data, type=KeptPrices)
             if kept.measured_with == self._known and kept.digest == kept.own_digest():
                 logger.info("Read prices of steps from %s.", path)
-                return kept
+                fields = {name: getattr(kept, name) for name in TABLE_FIELDS}
+                fields["graphs_ms"] = dict(kept.graphs_ms)
+                table = PriceTable(graph_finder(self._runner), **fields)
+                return DraftPrices(table, dict(kept.passes))
         if problem:
             logger.warning("%s: %s; measured again.", path, problem)
         return None
 
-    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
+    def _keep(self, prices: DraftPrices) -> None:
         """Replaces the file as a whole, for who reads it now. Of old files the newest stay."""
         ranks = self._runner.ranks
         if ranks is not None and ranks.shard.rank > 0:
             return  # the first one keeps what all have
-        fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
-        fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
-        path, kept = self._path, KeptPrices(self._known, **fields)
+        fields = {name: getattr(prices.extend, name) for name in TABLE_FIELDS}
+        fields["graphs_ms"] = [*prices.extend.graphs_ms.items()]
+        path, kept = self._path, KeptPrices(self._known, **fields, passes=[*prices.passes.items()])
         kept.digest = kept.own_digest()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
