@@ -3,6 +3,7 @@ capture graphs, measure, and run any steps. Otherwise they would wait for each o
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -133,7 +134,7 @@ class LateGpu:
     """A queue whose host is slow by chance, another one for each thread."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
+        self._of_thread, self._seeds = threading.local(), itertools.count()
 
     def launch(self) -> None:
         rng = self._rng
@@ -142,7 +143,10 @@ class LateGpu:
 
     @property
     def _rng(self) -> random.Random:
-        return vars(self._of_thread).setdefault("rng", random.Random(threading.get_ident()))
+        known = vars(self._of_thread)
+        if "rng" not in known:
+            known["rng"] = random.Random(next(self._seeds))
+        return known["rng"]
 
     @property
     def _now(self) -> float:
