@@ -61,10 +61,11 @@ def folder_of(gpu: str) -> Path:
     if not (root := os.environ.get("SGLANG_CACHE_DIR")):
         cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         root = os.path.join(cache_home, "sglang-adaptive", "kernels")
-    return Path(root) / folder_name(gpu, _version("torch"), _version("triton"), kernel_digest())
+    return Path(root) / folder_name(gpu, version_of("torch"), version_of("triton"), kernel_digest())
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Returns the version of a package that may not be installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -74,7 +75,12 @@ def _version(package: str) -> str:
 def folder_name(gpu: str, torch: str, triton: str, digest: str) -> str:
     """Names the folder of a GPU, of versions and of a set of kernels."""
     names = (gpu, f"torch-{torch}", f"triton-{triton}", digest)
-    return "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", name).strip("-.") for name in names)
+    return "_".join(plain_name(name) for name in names)
+
+
+def plain_name(name: str) -> str:
+    """Makes a name of a file or folder, or a part of one, of any text."""
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", name).strip("-.")[:100] or "unnamed"
 
 
 @cache

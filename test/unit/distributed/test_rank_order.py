@@ -3,6 +3,7 @@ capture graphs, measure, and run any steps. Otherwise they would wait for each o
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from model_harness import sequence
 from recorded_graphs import recorded_graphs, replayable_backends
 from sglang.srt.distributed.group import RankGroup
-from sglang.srt.model_executor.measured_times import GpuTimer
+from sglang.srt.model_executor.measured_times import CpuTimer, GpuTimer
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.shard import Shard
@@ -81,7 +82,8 @@ class Priced:
             now += rng.choice([1e-5, 1e-3, 0.1])
             return now
 
-        meter = PriceMeter(runners.target, 3, MTP_MAX_ROWS, clock)
+        meter = PriceMeter(runners.target, 3, MTP_MAX_ROWS)
+        meter.timer = CpuTimer(float if group is None else group.first_of, clock)
         prices = TileSpecProfiler(self._folder, runners.target).target(meter)
         runners.target.prefer_cheaper_graphs(prices.graphs_ms)
         self.prices.append((prices.graphs_ms, prices.eager, prices.head, prices.spread))
@@ -132,7 +134,7 @@ class LateGpu:
     """A queue whose host is slow by chance, another one for each thread."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
+        self._of_thread, self._seeds = threading.local(), itertools.count()
 
     def launch(self) -> None:
         rng = self._rng
@@ -141,7 +143,10 @@ class LateGpu:
 
     @property
     def _rng(self) -> random.Random:
-        return vars(self._of_thread).setdefault("rng", random.Random(threading.get_ident()))
+        known = vars(self._of_thread)
+        if "rng" not in known:
+            known["rng"] = random.Random(next(self._seeds))
+        return known["rng"]
 
     @property
     def _now(self) -> float:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
+import operator
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +29,10 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.model_executor import price_measurement
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.model_executor.measured_times import CpuTimer, GpuTimer, Launch
+from sglang.srt.model_executor.measured_times import CpuTimer, GpuTimer, Launch, shown
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
     GRAPH_REPEATS,
@@ -41,7 +45,7 @@ from sglang.srt.model_executor.price_measurement import (
 )
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
-from sglang.srt.step.price_table import PromptChunk, StepShape
+from sglang.srt.step.price_table import Curve, PromptChunk, StepShape
 from utils import MTP_MAX_ROWS, Setup, make_execution, make_random_llama, make_runner
 
 
@@ -75,7 +79,7 @@ def test_every_graph_is_timed_by_a_step_that_replays_it_and_no_request_is_longer
             assert keys.find([key.num_tokens - most + 1, *[1] * (most - 1)]) == found
 
 
-def test_passes_over_all_sizes_end_with_the_budget() -> None:
+def test_on_a_cpu_larger_sizes_and_further_runs_go_when_the_budget_is_spent() -> None:
     now = 0.0
     runs: list[int] = []
 
@@ -87,18 +91,17 @@ def test_passes_over_all_sizes_end_with_the_budget() -> None:
 
         return launch
 
-    def timed(sizes: tuple[int, ...], budget_s: float) -> dict[int, list[float]]:
+    def timed(*sizes: int) -> Curve:
         runs.clear()
-        return CpuTimer(lambda: now).times_of(sizes, launch_of, budget_s, "sizes")
+        return CpuTimer(clock=lambda: now).curve_of(sizes, launch_of, "sizes")
 
-    times = timed((1, 10, 100, 1000), 0.3)
-    assert runs == [1, 10, 100, 1000], "the last one alone took all the time"
-    assert times == {size: pytest.approx([size]) for size in runs}
-    timed((1, 10, 100, 1000), 0.15)
-    assert runs == [1, 10, 100]
-    times = timed((1, 10, 100), 1.0)
-    assert times == {size: pytest.approx([size] * 3) for size in (1, 10, 100)}
-    assert runs == [1, 10, 100] * 4
+    sizes = (1, 10, 30, 1000, 2000)
+    found = timed(*sizes)
+    assert runs == [1] * 3 + [10] * 3 + [30] * 2 + [1000], "2000 was left out"
+    assert found.sizes == sizes[:4]
+    assert found.costs_ms == pytest.approx(sizes[:4])
+    assert timed(*sizes[3:]).costs_ms == pytest.approx(sizes[3:])
+    assert runs == [1000, 2000], "two sizes of a large model, once each"
 
 
 class QueuedGpu:
@@ -135,7 +138,8 @@ def measured_graphs(
     pool = SimpleNamespace(req_to_token=torch.zeros(1, 1))
     model = SimpleNamespace(hidden_width=0)
     runner: Any = SimpleNamespace(req_to_token_pool=pool, model=model, ranks=None)
-    meter = PriceMeter(runner, 128, 1, make_timer=GpuTimer)
+    meter = PriceMeter(runner, 128, 1)
+    meter.timer = GpuTimer()
 
     def graph_ms(key: GraphKey, repeats: int) -> float:
         return min(GpuTimer().times_ms(lambda: gpu.launch(took_ms(key)), repeats))
@@ -177,17 +181,17 @@ def test_a_host_that_is_always_slower_than_the_gpu_ends_the_measurement() -> Non
     assert gpu.now < 300
 
 
-@pytest.mark.parametrize(
-    ("timer", "is_terminal", "is_shown"),
-    [(GpuTimer(), True, True), (GpuTimer(), False, False), (CpuTimer(), True, False)],
-)
-def test_a_progress_bar_is_shown_on_a_gpu_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, timer: GpuTimer, is_terminal: bool, is_shown: bool
+@pytest.mark.parametrize("takes_long", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_progress_bar_is_shown_in_a_terminal_if_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, takes_long: bool
 ) -> None:
-    screen = io.StringIO()
+    screen, clock = io.StringIO(), itertools.count(step=0.3 if takes_long else 1e-3)
     monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    assert [*timer.shown([3, 1, 2], "graphs")] == [3, 1, 2]
+    monkeypatch.setattr("tqdm.std.time", clock.__next__)
+    assert [*shown([3, 1, 2], "Measuring graphs")] == [3, 1, 2]
+    is_shown = is_terminal and takes_long
     assert ("Measuring graphs: 100%" in screen.getvalue()) == is_shown == bool(screen.getvalue())
 
 
@@ -225,7 +229,9 @@ def test_rows_and_attention_of_prompts_are_told_apart(
         nonlocal now, longest
         steps = zip(batch.q_lens, batch.kv_len_upper_bounds, strict=True)
         chunks = [PromptChunk(kv_len - q_len, q_len) for q_len, kv_len in steps]
-        num_pairs = sum(max(each.num_rows, least_rows) * each.mean_seen for each in chunks)
+        seen = [chunk.position + (chunk.num_rows + 1) / 2 for chunk in chunks]
+        rows = [max(chunk.num_rows, least_rows) for chunk in chunks]
+        num_pairs = sum(map(operator.mul, rows, seen))
         now += (1.0 + 0.01 * sum(batch.q_lens) + 1e-5 * num_pairs) / 1e3
         longest = max(longest, *batch.kv_len_upper_bounds)
         table = runner.req_to_token_pool.req_to_token
@@ -233,15 +239,18 @@ def test_rows_and_attention_of_prompts_are_told_apart(
         return ForwardResult(torch.zeros(sum(batch.q_lens), 64), used_graph=False)
 
     with mock.patch.object(runner, "forward", forward):
-        kind = CpuTimer if is_cpu else GpuTimer
-        meter = PriceMeter(runner, 4, 1, lambda: now, kind)
-        with mock.patch.object(meter.timer, "times_ms", CpuTimer(lambda: now).times_ms):
+        meter = PriceMeter(runner, 4, 1)
+        meter.timer = cpu = CpuTimer(clock=lambda: now)
+        if not is_cpu:
+            meter.timer = GpuTimer(clock=lambda: now)
+            cpu.most_ms = math.inf
+        with mock.patch.object(meter.timer, "times_ms", cpu.times_ms):
             table = meter.measure()
     for num_rows in (1500, *(512, 128) * (not is_cpu), 64, *(8,) * is_cpu):
         if num_rows <= table.prompt_kv_ms.sizes[-1]:
             expected = 1e-5 * max(num_rows, least_rows, table.prompt_kv_ms.sizes[0])
             assert table.prompt_kv_ms.at(num_rows) == pytest.approx(expected, rel=0.01)
-    assert table.eager.sizes[-1] == (1408 if is_cpu else 1500)
+    assert table.eager.sizes[-1] == (1152 if is_cpu else 1500), "a CPU has spent its budget"
     for num_rows, cost_ms in zip(table.eager.sizes, table.eager.costs_ms, strict=True):
         assert cost_ms == pytest.approx(1.0 + 0.01 * num_rows, rel=0.08)
     assert longest > 1000
@@ -264,7 +273,7 @@ def test_steps_that_replay_no_graph_are_measured_up_to_the_largest(
 ) -> None:
     runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
     runner.max_prompt_rows = max_prompt_rows
-    meter = PriceMeter(runner, max_requests, 15, make_timer=GpuTimer)
+    meter = PriceMeter(runner, max_requests, 15)
     assert meter.eager_rows()[-len(expected) :] == expected
     for graph_rows in (64, 2048):
         keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 1, graph_rows)
@@ -324,9 +333,9 @@ def test_what_a_head_does_in_a_round_is_timed(
             return draft(first, shape)
 
         replayed.clear()
-        with mock.patch.object(head, name, noting):
-            clock = itertools.count(step=1e-5).__next__  # no size is left out for time
-            prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, shapes, clock)
+        clock = cpu_clock(itertools.count(step=1e-5).__next__)  # no size is left out for time
+        with clock, mock.patch.object(head, name, noting):
+            prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, shapes)
     assert [*prices.passes] == [*shapes]
     for shape, drafting in prices.passes.items():
         curve = drafting.by_requests
@@ -343,6 +352,11 @@ def test_what_a_head_does_in_a_round_is_timed(
         assert (key is not None) == has_graphs
         assert key is None or prices.extend.graphs_ms[key] > 0
         assert prices.extend.rows_ms(num_reqs, width, num_reqs * width) > 0
+
+
+def cpu_clock(clock: Callable[[], float]) -> Any:
+    """Has CPUs timed by this clock, as long as it lasts."""
+    return mock.patch.object(price_measurement, "CpuTimer", partial(CpuTimer, clock=clock))
 
 
 class ReadingClock:
@@ -383,8 +397,8 @@ def test_a_pass_is_priced_with_all_kv_that_it_reads(
     KV when it is fed, so nothing that is measured there tells what its block reads."""
     target = make_random_llama(tmp_path / "target", num_hidden_layers=8, vocab_size=320)
     clock, head = ReadingClock(), make_head(target, WRITERS[kind](tmp_path / "head"), kind, 1)
-    with clock.at_work():
-        prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, NUM_STEPS, clock)
+    with clock.at_work(), cpu_clock(clock):
+        prices = measure_draft_prices(head, MAX_REQUESTS, MAX_ROWS, NUM_STEPS)
     us = {shape: 1e3 * each.kv_ms for shape, each in prices.passes.items()}
     assert us == pytest.approx(reads)
     assert 1e3 * prices.extend.kv_ms == pytest.approx(0 if kind == DFLASH else 1)

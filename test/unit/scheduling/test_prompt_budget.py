@@ -143,7 +143,7 @@ def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None
     num_rows, gap = step.num_rows + num_lookahead, best - room
     if gap < ROW_TILE and (num_rows + room) % ROW_TILE == 0:
         return
-    sizes = step.prices.sizes
+    sizes = [*step.prices.by_rows]
     assert num_rows + room in sizes
     assert num_rows + best < sizes[sizes.index(num_rows + room) + 1]
 

@@ -121,8 +121,8 @@ def test_the_newest_files_stay_and_what_is_no_price_does(
 CHANGES: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "ops": "triton"}
 CHANGES |= {"poisons_graphs": False, "page_size": 16, "max_running_requests": 9, "num_threads": 3}
 CHANGES |= {f"max_graph_{name}": 7 for name in ("rows", "width")} | {"max_prompt_rows": 70}
-CHANGES |= {"row_width": 99, "max_decode_rows": 3}
-VERSIONS = ("driver_version", "code_digest", "metadata.version")
+CHANGES |= {"row_width": 99, "max_decode_rows": 3, "may_rest": True, "has_both_orders": True}
+VERSIONS = ("driver_version", "code_digest", "version_of")
 
 
 def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_its_own(
@@ -159,6 +159,7 @@ def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_i
     more_steps = {"draft_steps": {1: (), 2: (), 3: ()}}
     assert start(of_head=more_steps) == ["head"]
     assert start(row_width=98, of_head={}) == ["target", "head"]
+    assert start(max_total_tokens=99, load_format="dummy") == [], "they change no time"
     assert not warnings_of(caplog), "files of other settings are no damaged ones"
 
 
@@ -193,6 +194,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "foreign": entry(["measured_with", "model"], "another"),
     "beyond all numbers": lambda file: text(file.read_bytes().replace(b": 0.01", b": 1e999"))(file),
     "negative": entry(["spread"], -1),
+    "another time": entry(["kv_ms"], 2e-6),
     "free rows": entry(["eager"], {"sizes": [1], "costs_ms": [0.0]}),
     "no sizes": entry(["eager"], {"sizes": [], "costs_ms": []}),
     "sizes that fall": entry(["head"], {"sizes": [8, 4], "costs_ms": [1, 1]}),

@@ -271,7 +271,7 @@ class TileSpec:
         """Returns the rows of each bucket, and of each: milliseconds of the rows, milliseconds per
         token of KV, and the share of prompts in the rows."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
-        sizes = (size - prompt_rows for size in self._packed.target.sizes)
+        sizes = (size - prompt_rows for size in self._packed.target.by_rows)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})

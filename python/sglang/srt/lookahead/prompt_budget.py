@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from dataclasses import dataclass
 from functools import partial
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk, StepShape
@@ -31,37 +32,27 @@ WIDEST = 1 << 30
 NO_DECODES = StepShape(0, WIDEST, 0, 0)
 
 
+@dataclass(eq=False)
 class PromptAllowance:
     """The prompt tokens that one step may feed. The planner asks `room_for` and then tells `take`,
-    prompt by prompt.
+    prompt by prompt."""
 
-    Args:
-        prices: None: the step's cost has no limit.
-        step: before any prompt.
-        max_ms, others_ms: limits of its cost, the latter when further prompts come along.
-    """
-
-    def __init__(
-        self,
-        max_tokens: int,
-        prices: PriceTable | None = None,
-        step: StepShape = NO_DECODES,
-        max_ms: float = math.inf,
-        others_ms: float = math.inf,
-    ) -> None:
-        self._max_tokens, self._prices, self._step = max_tokens, prices, step
-        self._max_ms, self._others_ms = max_ms, others_ms
-        self.num_taken = 0  # prompt tokens that the step feeds
+    max_tokens: int
+    prices: PriceTable | None = None  # None: the step's cost has no limit
+    step: StepShape = NO_DECODES  # with the prompts that were taken
+    max_ms: float = math.inf  # the most that the step may cost
+    others_ms: float = math.inf  # the same when further prompts come along
+    num_taken: int = 0  # prompt tokens that the step feeds
 
     def room_for(
         self, position: int, num_left: int, num_lookahead: int = 0, comes_along: bool = False
     ) -> int:
         """Returns how many of a prompt's `num_left` tokens from a position on the step feeds, and
         after its last one rows of look-ahead; `comes_along`: the first prompt is another one."""
-        most, prices = min(num_left, self._max_tokens - self.num_taken), self._prices
+        most, prices = min(num_left, self.max_tokens - self.num_taken), self.prices
         if prices is None or most <= 0:
             return most
-        max_ms = self._others_ms if comes_along else self._max_ms
+        max_ms = self.others_ms if comes_along else self.max_ms
         most_within = self._most_within(prices, max_ms, position, most, num_lookahead)
         return max(min(most, MIN_PROMPT_TOKENS - self.num_taken), most_within)
 
@@ -70,55 +61,47 @@ class PromptAllowance:
     ) -> int:
         """Returns the most tokens with which the step costs no more than it may. If not all fit,
         the end of a tile, or of a smaller graph, may be the better place to stop."""
-        step, others = self._step, self._step.num_rows + num_lookahead
+        step, others = self.step, self.step.num_rows + num_lookahead
         beside_ms = prices.head.at(step.num_read + 1 + num_lookahead) + prices.attention_ms(step)
         rows_ms = partial(prices.rows_ms, step.num_reqs + 1, WIDEST)
 
-        def cost_ms(count: int, alone_ms: float | None) -> float:
-            """Prices the step; `alone_ms`: its rows without KV and logits, None: of no graph."""
-            if alone_ms is None:
-                alone_ms = prices.eager.at(others + count)
+        def cost_ms(count: int) -> float:
             chunk = PromptChunk(position, count + num_lookahead)
-            return alone_ms + beside_ms + chunk.ms(prices.prompt_kv_ms)
+            return rows_ms(others + count) + beside_ms + chunk.ms(prices.prompt_kv_ms)
 
-        sizes = [0, *prices.sizes]
+        sizes = [0, *prices.by_rows]
         sizes.append(1000 * sizes[-1])  # prices go on in a straight line beyond the last one
         for index in range(bisect.bisect_left(sizes, others + most), 0, -1):
             before, size = sizes[index - 1], sizes[index]
             if size <= others:
                 break
             count, least = min(size - others, most), max(before - others, 0)
-            first_ms, last_ms = rows_ms(before + 1), rows_ms(size)
-            if cost_ms(least + 1, min(first_ms, last_ms)) > max_ms:  # no step is cheaper
+            if min(cost_ms(least + 1), cost_ms(count)) > max_ms:  # nothing between costs less
                 continue
-            cost = partial(cost_ms, alone_ms=last_ms if first_ms == last_ms else None)
-            if cost(count) > max_ms:
-                num_fitting = bisect.bisect_right(range(least + 1, count), max_ms, key=cost)
-                if num_fitting == 0:
-                    continue
-                count = least + num_fitting
+            if cost_ms(count) > max_ms:
+                count = least + bisect.bisect_right(range(least + 1, count), max_ms, key=cost_ms)
             if count == most:
                 return count
-            if first_ms < last_ms:  # not padded
+            if rows_ms(before + 1) < rows_ms(size):  # not padded
                 fewer = count - (others + count) % ROW_TILE
                 return fewer if fewer > least else count
             # Attention keeps `count` tokens from filling their graph; `least` fill the one before.
-            least_ms = cost_ms(least, rows_ms(before)) if least else math.inf
-            is_better = least_ms <= max_ms and least * cost(count) > count * least_ms
+            least_ms = cost_ms(least) if least else math.inf
+            is_better = least_ms <= max_ms and least * cost_ms(count) > count * least_ms
             return least if is_better else count
         return 0
 
     @property
     def price_ms(self) -> float | None:
         """Returns the expected time of the step, in ms; None without a limit or prompts."""
-        prices = self._prices if self.num_taken else None
-        return None if prices is None else prices.price_ms(self._step)
+        prices = self.prices if self.num_taken else None
+        return None if prices is None else prices.price_ms(self.step)
 
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
         """Notes that the step feeds `count` tokens of a prompt from `position` on."""
         self.num_taken += count
-        step, num_rows = self._step, count + num_lookahead
-        self._step = step._replace(
+        step, num_rows = self.step, count + num_lookahead
+        self.step = step._replace(
             num_reqs=step.num_reqs + 1,
             num_rows=step.num_rows + num_rows,
             num_read=step.num_read + 1 + num_lookahead,
@@ -126,6 +109,7 @@ class PromptAllowance:
         )
 
 
+@dataclass(eq=False)
 class PromptBudget:
     """Gives `max_tokens` where no client would see a gap between tokens, or without a bound or
     prices. Otherwise the first prompt gets as many as keep the step within `max_step_ms`, further
@@ -134,39 +118,29 @@ class PromptBudget:
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     the bound is corrected by the ratio of measured times to prices.
-
-    Args:
-        max_step_ms: 0: no bound.
-        for_streams_alone: the bound holds only while a request streams. If not, always.
     """
 
-    def __init__(
-        self,
-        max_tokens: int,
-        prices: PriceTable | None = None,
-        max_step_ms: float = 0.0,
-        for_streams_alone: bool = False,
-        share_of_others: float = SHARE_OF_OTHERS,
-    ) -> None:
-        self._max_tokens, self._prices, self._max_step_ms = max_tokens, prices, max_step_ms
-        self._for_streams_alone = for_streams_alone
-        self._share_of_others = share_of_others
-        self._excess = 1.0
+    max_tokens: int
+    prices: PriceTable | None = None
+    max_step_ms: float = 0.0  # 0: no bound
+    for_streams_alone: bool = False  # the bound holds only while a request streams; else always
+    share_of_others: float = SHARE_OF_OTHERS
+    excess: float = 1.0  # estimate of time / price
 
     def open(self, decodes: StepShape, someone_streams: bool) -> PromptAllowance:
         """Returns the allowance of a step; at least one token. `decodes`: upper bounds of what
         requests without a prompt feed; `someone_streams`: a running or waiting request does."""
-        prices, is_free = self._prices, self._for_streams_alone and not someone_streams
-        if prices is None or self._max_step_ms <= 0 or is_free:
-            return PromptAllowance(self._max_tokens)
+        prices, is_free = self.prices, self.for_streams_alone and not someone_streams
+        if prices is None or self.max_step_ms <= 0 or is_free:
+            return PromptAllowance(self.max_tokens)
         step = decodes._replace(widest=WIDEST)
-        bound_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
+        bound_ms = self.max_step_ms / (PRICE_MARGIN * self.excess)
         decodes_ms = prices.price_ms(step) if step.num_reqs else 0.0
-        others_ms = decodes_ms + self._share_of_others * max(bound_ms - decodes_ms, 0.0)
+        others_ms = decodes_ms + self.share_of_others * max(bound_ms - decodes_ms, 0.0)
         max_ms = bound_ms if step.num_reqs else math.inf
-        return PromptAllowance(self._max_tokens, prices, step, max_ms, others_ms)
+        return PromptAllowance(self.max_tokens, prices, step, max_ms, others_ms)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         """Learns the time of a step whose allowance had a price."""
-        difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self._excess
-        self._excess += difference * (EXCESS_RISE if difference > 0 else EXCESS_FALL)
+        difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self.excess
+        self.excess += difference * (EXCESS_RISE if difference > 0 else EXCESS_FALL)

@@ -3,8 +3,9 @@ next one."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from sglang.srt.step.draft_shapes import TreeShape
@@ -45,10 +46,6 @@ class LatencyByKV:
     def __add__(self, other: LatencyByKV) -> LatencyByKV:
         return LatencyByKV(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
 
-    def at(self, kv_tokens: int) -> float:
-        """Milliseconds with that many tokens of KV."""
-        return self.rows_ms + self.kv_ms * kv_tokens
-
 
 @dataclass(eq=False)
 class MeasuredRoundPrices:
@@ -57,15 +54,15 @@ class MeasuredRoundPrices:
     target: PriceTable  # measured at start-up, as the head's
     head: DraftPrices
     tree: TreeShape | None = None  # that drafting gives each request; None: chains
-    max_requests: int | None = None  # of a step; None: any number
+    max_requests: int = sys.maxsize  # of a step
     can_rest: bool = False  # steps that neither verify nor draft are priced without the head
     num_free: int = 1  # drafts of a chain from the head's pass over the rows of the target
 
     def __post_init__(self) -> None:
         self.spread = self.target.spread
-        self.prompt_row_ms = self.target.least_row_ms  # what a row of a prompt costs elsewhere
+        by_rows = self.target.by_rows.items()
+        self.prompt_row_ms = min(ms / rows for rows, ms in by_rows)  # of a prompt elsewhere
         self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
-        self._feed = lru_cache(maxsize=MAX_COSTS)(partial(self._of_rows, self.head.extend))
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         total_ms = 0.0
@@ -84,11 +81,11 @@ class MeasuredRoundPrices:
 
     def feed_ms(self, upcoming: StepCase) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
-        num_fed = upcoming.num_reqs - upcoming.num_plain
-        return sum(
-            chance * self._feed(num_fed, 1, num_fed, prompt_rows).at(upcoming.kv_tokens)
-            for chance, prompt_rows in upcoming.prompts
-        )
+        num_fed, ms = upcoming.num_reqs - upcoming.num_plain, 0.0
+        for chance, prompt_rows in upcoming.prompts:
+            cost = self._of_rows(self.head.extend, num_fed, 1, num_fed, prompt_rows)
+            ms += chance * (cost.rows_ms + cost.kv_ms * upcoming.kv_tokens)
+        return ms
 
     def _cost(
         self,
@@ -128,9 +125,7 @@ class MeasuredRoundPrices:
         prompts. These are one more request or, where there is no room, come when one has ended."""
         if not prompt_rows:
             return num_reqs, width, num_rows
-        count = num_reqs + 1
-        if self.max_requests is not None:
-            count = min(count, max(num_reqs, self.max_requests))
+        count = min(num_reqs + 1, max(num_reqs, self.max_requests))
         return count, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:

@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from sglang.srt.step.price_table import Curve
 
-Item = TypeVar("Item")
 Launch = Callable[[], object]  # returns when the work is in a GPU's queue, maybe not done
 
 REPEATS, SLOW_ROWS = 2, 1152  # from so many rows on one run tells the time
-CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
+LEAST_SIZES = 2  # that are timed, however long it takes
 MOST_RUNS = 3  # on a GPU, for each that counts
+# Yields items while a progress bar in a terminal tells how far it is, after half a second.
+shown = partial(tqdm, unit="size", disable=None, delay=0.5)
 
 
 class GpuTimer:
-    """Times launches by the GPU's own clock. `clock` gives seconds of the host, `agree` gives all
-    ranks one number of what each has measured."""
+    """Times launches by the GPU's own clock. `agree` gives all ranks one number of what each has
+    measured, `clock` gives seconds of the host."""
 
+    budget_s = math.inf  # for launches of many sizes
     kv_requests, kv_tokens = 32, 1024  # whose attention is measured, and tokens before each
     chunk_rows: tuple[int, ...] = (128, 512, 2048)  # sizes of a prompt's chunks
     # Tokens before them; the pool may have fewer slots, since slots are named repeatedly.
-    chunk_kv_tokens, chunk_repeats = 16384, 2
-    pass_requests: tuple[int, ...] = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)  # of drafting
+    chunk_kv_tokens = 16384
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.perf_counter,
         agree: Callable[[float], float] = float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock, self._agree = clock, agree
 
     def now(self) -> float:
         """Returns the seconds of the first rank's clock."""
         return self._agree(self._clock())
-
-    def affords(self, launch: Launch, repeats: int, budget_s: float) -> bool:
-        """Tells whether so many runs end in time. A GPU's always do."""
-        return True
 
     def times_ms(self, launch: Launch, repeats: int) -> list[float]:
         """Returns the milliseconds of `repeats` runs after a first one, launched before any is
@@ -64,69 +62,40 @@ class GpuTimer:
         counts = [bool(self._agree(is_in_time)) for is_in_time in are_in_time]
         return [*itertools.compress(times, counts)] or times
 
-    def times_of(
-        self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float, what: str
-    ) -> dict[int, list[float]]:
-        """Returns the milliseconds of each run, by size; on a CPU within a budget."""
-        return {
-            size: self.times_ms(launch_of(size), REPEATS if size < SLOW_ROWS else 1)
-            for size in self.shown(sizes, what)
-        }
-
-    def shown(self, items: Sequence[Item], what: str) -> Iterable[Item]:
-        """Yields the items; in a terminal a progress bar names the item that is timed."""
-        return tqdm(items, desc=f"Measuring {what}", unit="size", disable=None)
+    def curve_of(
+        self, sizes: Sequence[int], launch_of: Callable[[int], Launch], what: str
+    ) -> Curve:
+        """Returns the shortest time of each size, since disturbances only make times longer. When
+        the budget is spent, larger sizes go."""
+        start, times = self.now(), dict[int, float]()
+        for size in shown(sizes, f"Measuring {what}"):
+            if len(times) >= LEAST_SIZES and self.now() - start > self.budget_s:
+                break
+            repeats = REPEATS if size < SLOW_ROWS else 1
+            times[size] = min(self.times_ms(launch_of(size), repeats))
+        return Curve(tuple(times), tuple(times.values()))
 
 
 class CpuTimer(GpuTimer):
     """Times launches by the clock: a CPU computes while it launches."""
 
+    budget_s, most_ms = 0.15, 40.0  # the latter for the runs of one launch
     kv_requests, kv_tokens = 4, 256
     chunk_rows = (8, 64)
-    chunk_kv_tokens, chunk_repeats = 1024, 1
-    pass_requests = (1, 2, 4, 8, 16, 32, 64)
-
-    def affords(self, launch: Launch, repeats: int, budget_s: float) -> bool:
-        return self._once_ms(launch) * repeats <= budget_s * 1e3
+    chunk_kv_tokens = 1024
 
     def times_ms(self, launch: Launch, repeats: int) -> list[float]:
-        launch()
-        return [self._once_ms(launch) for _ in range(repeats)]
-
-    def _once_ms(self, launch: Launch) -> float:
-        start = self._clock()
-        launch()
-        return self._agree((self._clock() - start) * 1e3)
-
-    def times_of(
-        self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float, what: str
-    ) -> dict[int, list[float]]:
-        """Passes several times over all sizes, so that a slow moment affects one run of many. The
-        first pass counts only if no other fits the budget; after half of it larger sizes go."""
-        launches = {size: launch_of(size) for size in sizes}
-        start, first = self.now(), dict[int, list[float]]()
-        for size, launch in launches.items():
-            if len(first) >= CPU_MIN_SIZES and self.now() - start > budget_s / 2:
-                break
-            first[size] = [self._once_ms(launch)]
-        pass_s, times = self.now() - start, {size: list[float]() for size in first}
-        for _ in range(CPU_MAX_PASSES):
-            if self.now() - start + pass_s > 1.2 * budget_s:
-                break
-            for size, values in times.items():
-                values.append(self._once_ms(launches[size]))
-        return times if all(times.values()) else first
-
-    def shown(self, items: Sequence[Item], what: str) -> Iterable[Item]:
-        return items
+        """Returns the milliseconds of `repeats` runs after a first one, or of fewer when `most_ms`
+        are spent; of the first one if that takes as long."""
+        times = list[float]()
+        while len(times) <= repeats and sum(times) < self.most_ms:
+            start = self._clock()
+            launch()
+            times.append(self._agree((self._clock() - start) * 1e3))
+        return times[1:] or times
 
 
 def _recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def shortest(times: Mapping[int, Sequence[float]]) -> Curve:
-    """Returns the shortest time of each size, since disturbances only make times longer."""
-    return Curve(tuple(times), tuple(min(values) for values in times.values()))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, dummy_step
 from sglang.srt.model_executor.graph_keys import LEAST_SAVING
-from sglang.srt.model_executor.measured_times import SLOW_ROWS, CpuTimer, GpuTimer, Launch, shortest
+from sglang.srt.model_executor.measured_times import SLOW_ROWS, CpuTimer, GpuTimer, Launch, shown
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
 from sglang.srt.step.price_table import (
@@ -49,29 +49,20 @@ READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 512  # rows of a request in a step of many rows
 GRAPH_REPEATS = 3  # the shortest counts
 PLAIN_REPEATS = 7  # enough to show how much times vary
-KV_REPEATS = 3
-# On a CPU: seconds, whatever the model.
-CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S, CPU_CHUNK_S = 0.2, 0.05, 0.1, 0.05, 0.1
-CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees
+CHUNK_REPEATS, KV_REPEATS = 2, 3
+DRAFT_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)  # of passes that draft
+QUICK_RUNS = 30  # of one request, for which there is time if attention is measured
 
 
 class PriceMeter:
     """Times steps of a runner, of up to `max_requests` requests, each of up to `max_width` rows."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        max_requests: int,
-        max_width: int,
-        clock: Callable[[], float] = time.perf_counter,
-        make_timer: type[GpuTimer] | None = None,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, max_requests: int, max_width: int) -> None:
         self._runner, self._max_requests, self._max_width = runner, max_requests, max_width
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
-        make_timer = make_timer or (CpuTimer if self._device.type == "cpu" else GpuTimer)
-        self.timer = make_timer(clock, float if runner.ranks is None else runner.ranks.first_of)
-        self._width = runner.model.hidden_width
+        make_timer = CpuTimer if self._device.type == "cpu" else GpuTimer
+        self.timer = make_timer(float if runner.ranks is None else runner.ranks.first_of)
         self._states: torch.Tensor | None = None  # [n, D]; whose logits are computed
         self._generator = torch.Generator(self._device).manual_seed(0)
 
@@ -83,17 +74,18 @@ class PriceMeter:
         prompt_kv_ms = self._prompt_attention()
         graphs_ms = self.graphs_ms(priced_graphs(self._runner, self._max_width))
         steps = self.eager_rows(), lambda num_rows: self._launch(self._q_lens(num_rows))
-        eager = self.timer.times_of(*steps, CPU_ROWS_S, "steps")
+        eager = self.timer.curve_of(*steps, "steps")
         reads = [size for size in READ_ROWS if size <= self._max_requests * self._max_width]
-        head = self.timer.times_of(reads, self._read, CPU_READS_S, "logits")
+        head = self.timer.curve_of(reads, self._read, "logits")
         kv_ms, row_kv_ms = self._attention()
         text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
-        logger.info(text, len(graphs_ms), len(eager) + len(head), self.timer.now() - start)
+        num_others = len(eager.sizes) + len(head.sizes)
+        logger.info(text, len(graphs_ms), num_others, self.timer.now() - start)
         return PriceTable(
             find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
-            eager=self._without_attention(shortest(eager), prompt_kv_ms),
-            head=shortest(head),
+            eager=self._without_attention(eager, prompt_kv_ms),
+            head=head,
             kv_ms=kv_ms,
             row_kv_ms=row_kv_ms,
             prompt_kv_ms=prompt_kv_ms,
@@ -108,19 +100,22 @@ class PriceMeter:
             batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
         return min(self.timer.times_ms(lambda: self._runner.forward(batch), repeats))
 
+    def _is_quick(self, launch: Launch) -> bool:
+        """Tells whether there is time to measure attention, by a launch of one request. On a CPU
+        with a large model there is not, but weights outweigh KV."""
+        most_ms = self.timer.budget_s * 1e3 / QUICK_RUNS
+        return math.isinf(most_ms) or min(self.timer.times_ms(launch, 2)) <= most_ms
+
     def _spread(self) -> float:
-        """Returns `PriceTable.spread` of a plain step; 0 where it takes too long to repeat it."""
-        launch = self._launch([1])
-        if not self.timer.affords(launch, PLAIN_REPEATS, CPU_PLAIN_S):
-            return 0.0
-        times = self.timer.times_ms(launch, PLAIN_REPEATS)
+        """Returns `PriceTable.spread` of a plain step."""
+        times = self.timer.times_ms(self._launch([1]), PLAIN_REPEATS)
         middle = statistics.median(times)
         return statistics.median(abs(value - middle) for value in times) / middle
 
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph, again of those to which steps would prefer a
         larger one: they may have met a slow moment."""
-        graphs = self.timer.shown(keys, "graphs")
+        graphs = shown(keys, "Measuring graphs")
         found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
         for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
             larger_ms = min(found[other] for other in found if _has_room(other, key))
@@ -139,15 +134,11 @@ class PriceMeter:
     def kv_ms(self, launch_of: Callable[[int, int], Launch]) -> float:
         """Measures the milliseconds per token of KV; `launch_of` takes a number of requests and the
         tokens before each."""
-        count, length = self.timer.kv_requests, self.timer.kv_tokens
-        launch = self._launch([self._max_width] * count)
-        if not self.timer.affords(launch, 4 * (1 + KV_REPEATS), CPU_KV_S):
-            return 0.0  # a large model: weights outweigh KV
-        count = max(1, min(count, self._max_requests))
+        count = min(self.timer.kv_requests, self._max_requests)
         num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
         # Half of a row leaves room for what is fed behind it.
-        length = min(length, self._table.shape[1] // 2, num_slots // count)
-        if length < 2:
+        length = min(self.timer.kv_tokens, self._table.shape[1] // 2, num_slots // count)
+        if length < 2 or not self._is_quick(launch_of(1, 0)):
             return 0.0
         return self._kv_slope(partial(launch_of, count), count, length, KV_REPEATS) / count
 
@@ -170,12 +161,12 @@ class PriceMeter:
         """Measures `prompt_kv_ms`, from chunks of a prompt with no KV before them and with much."""
         timer, width = self.timer, self._table.shape[1]
         most = min(timer.chunk_rows[-1], self._runner.max_prompt_rows, width // 2)
-        if most < 1 or not timer.affords(self._launch([most]), 4, CPU_CHUNK_S):
-            return FREE  # of a large model weights outweigh KV
-        length, repeats = min(timer.chunk_kv_tokens, width - most), timer.chunk_repeats
+        if most < 1 or not self._is_quick(self._launch([1])):
+            return FREE
+        length = min(timer.chunk_kv_tokens, width - most)
         sizes = tuple(sorted({min(size, most) for size in timer.chunk_rows}))
         launches = [partial(self._launch, [size]) for size in sizes]
-        costs = [self._kv_slope(each, 1, length, repeats) for each in launches]
+        costs = [self._kv_slope(each, 1, length, CHUNK_REPEATS) for each in launches]
         return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
@@ -212,7 +203,7 @@ class PriceMeter:
         return lambda: self._runner.forward(batch)
 
     def _dummy_step(self, q_lens: list[int], kv_len: int = 0) -> ForwardBatch:
-        batch = self.random_step(q_lens, self._width, kv_len)
+        batch = self.random_step(q_lens, self._runner.model.hidden_width, kv_len)
         if not self._runner.reads_one_row and self._max_width > 1:
             return batch  # a step may read all rows of requests that look ahead
         last = [end - 1 for end in itertools.accumulate(q_lens)]
@@ -238,9 +229,6 @@ class PriceMeter:
     def eager_rows(self) -> list[int]:
         """Returns sizes that no graph covers, and before them the largest that one does."""
         decode_rows = self._max_requests * self._max_width
-        if isinstance(self.timer, CpuTimer):
-            most = decode_rows + self._runner.max_prompt_rows
-            return [size for size in (*EAGER_ROWS, *MANY_ROWS) if size <= most] or [1]
         most = min(max(decode_rows, self._runner.max_prompt_rows), MANY_ROWS[-1])
         many = [*(size for size in MANY_ROWS if size < most), most]
         if mixed := [key.num_tokens for key in priced_graphs(self._runner, 1)]:
@@ -254,12 +242,8 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
     if keys is None:
         return no_graphs
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
-    if keys.have_trees:
+    if runner.config.captures_trees:  # where the backend cannot, none has room for trees
         return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
-    if runner.config.captures_trees:  # its backend cannot, so such steps replay no graph
-        return lambda num_reqs, widest, num_rows: (
-            find(num_reqs, widest, num_rows) if widest == 1 else None
-        )
     return find
 
 
@@ -284,8 +268,6 @@ def _has_room(graph: GraphKey, key: GraphKey) -> bool:
 def rows_of(key: GraphKey, row_width: int) -> list[int]:
     """Rows of the requests of a step that replays this graph and fills it, as far as requests of up
     to `row_width` rows can."""
-    if key.is_uniform:
-        return [key.width] * key.num_reqs
     if key.tag != MIXED:
         return split(key.num_tokens, key.num_reqs)
     # As few prompts as possible, too long for the other graphs, beside as many decodes as there is
@@ -306,17 +288,12 @@ def split(num_rows: int, num_reqs: int) -> list[int]:
 
 @torch.inference_mode()
 def measure_draft_prices(
-    runner: ModelRunner,
-    max_requests: int,
-    max_width: int,
-    shapes: Collection[DraftShape],
-    clock: Callable[[], float] = time.perf_counter,
+    runner: ModelRunner, max_requests: int, max_width: int, shapes: Collection[DraftShape]
 ) -> DraftPrices:
     """Measures a drafting model's runner as a target's, and passes that draft these shapes, with
     what they read of KV; other arguments as for `PriceMeter`."""
-    start = clock()
-    meter = PriceMeter(runner, max_requests, max_width, clock)
-    fewer = [size for size in meter.timer.pass_requests if size < max_requests]
+    meter = PriceMeter(runner, max_requests, max_width)
+    start, fewer = meter.timer.now(), [size for size in DRAFT_REQUESTS if size < max_requests]
 
     def launch_of(shape: DraftShape, num_reqs: int, kv_len: int = 0) -> Launch:
         first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width, kv_len)
@@ -326,8 +303,9 @@ def measure_draft_prices(
 
     extend, passes = meter.measure(), dict[DraftShape, PassPrices]()
     for shape in shapes:
-        launch, what = partial(launch_of, shape), f"drafting ({shape})"
-        times_ms = meter.timer.times_of([*fewer, max_requests], launch, CPU_PASSES_S, what)
-        passes[shape] = PassPrices(shortest(times_ms), meter.kv_ms(launch))
-    logger.info("Measured prices of a draft model in %.1f s.", clock() - start)
+        launch = partial(launch_of, shape)
+        curve = meter.timer.curve_of([*fewer, max_requests], launch, f"drafting ({shape})")
+        passes[shape] = PassPrices(curve, meter.kv_ms(launch))
+    text = "Measured prices of a draft model in %.1f s."
+    logger.info(text, meter.timer.now() - start)
     return DraftPrices(extend, passes)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from sglang.srt.layers.forward_batch import GraphKey
 
-# As files may hold it, of JSON, which has neither NaN nor infinity.
-Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 # Finds the graph that a step replays from its requests, rows of the widest one, and rows in all.
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
@@ -25,14 +20,10 @@ class PromptChunk(NamedTuple):
     position: int  # of the first one; as many tokens are before it
     num_rows: int
 
-    @property
-    def mean_seen(self) -> float:
-        """Tokens that a row sees, itself included."""
-        return self.position + (self.num_rows + 1) / 2
-
     def ms(self, kv_ms: Curve) -> float:
         """Returns the time of its attention; kv_ms: see `PriceTable.prompt_kv_ms`."""
-        return kv_ms.at(self.num_rows) * self.mean_seen
+        mean_seen = self.position + (self.num_rows + 1) / 2  # tokens, of a row, itself included
+        return kv_ms.at(self.num_rows) * mean_seen
 
 
 class StepShape(NamedTuple):
@@ -54,12 +45,6 @@ class Curve:
 
     sizes: tuple[int, ...]  # ascending, at least one
     costs_ms: tuple[float, ...]  # measured; they may fall in places
-
-    def __post_init__(self) -> None:
-        is_ascending = list(self.sizes) == sorted({0, *self.sizes})[1:]
-        has_times = len(self.sizes) == len(self.costs_ms) and min(self.costs_ms, default=-1) >= 0
-        if not is_ascending or not has_times:
-            raise ValueError("A curve has ascending sizes of at least 1, each with a time.")
 
     def at(self, size: int) -> float:
         """Continues the mean slope of the second half beyond the last size, since the last piece
@@ -103,16 +88,13 @@ class PriceTable:
     spread: float = 0.0  # typical deviation of one measurement from another, as a share
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """Ascending numbers of rows, between which steps are padded or prices are linear."""
-        return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
-
-    @property
-    def least_row_ms(self) -> float:
-        """Returns the ms of a row in steps of the size at which a row takes least."""
+    def by_rows(self) -> dict[int, float]:
+        """Ascending numbers of rows, between which steps are padded or prices are linear, and of
+        each the ms of the cheapest step."""
         graphs = ((key.num_tokens, cost_ms) for key, cost_ms in self.graphs_ms.items())
         eager = zip(self.eager.sizes, self.eager.costs_ms, strict=True)
-        return min(cost_ms / size for size, cost_ms in itertools.chain(graphs, eager))
+        dearest_first = sorted([*graphs, *eager], reverse=True)
+        return dict(sorted(dict(dearest_first).items()))
 
     def rows_ms(self, num_reqs: int, widest: int, num_rows: int) -> float:
         """Returns the time of a step without its attention over KV and its logits, in ms."""
@@ -139,7 +121,7 @@ class PassPrices(NamedTuple):
     before its first step, however many of its steps and rows read that."""
 
     by_requests: Curve
-    kv_ms: Price = 0.0
+    kv_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,12 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
-import re
 import statistics
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,14 +25,15 @@ import msgspec
 import torch
 
 import sgl_kernel
+from sglang.srt.compile_cache import plain_name, version_of
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
+from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
-from sglang.srt.step.draft_shapes import DraftShape, TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, Price, PriceTable
+from sglang.srt.step.draft_shapes import TreeShape
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 
 logger = logging.getLogger(__name__)
 
@@ -44,46 +41,39 @@ logger = logging.getLogger(__name__)
 CHECKED_GRAPHS, CHECK_REPEATS, MOST_GAIN = 5, 3, 0.1
 CLIFF = 0.15  # share by which the next size takes longer, for people
 MAX_BYTES = 4 << 20
-KEPT_NAME, MOST_KEPT = re.compile(r"[0-9a-f]{16}\.json"), 64  # files of a folder, the newest
-DAMAGED = "damaged, or of another version"
+KEPT_NAMES, MOST_KEPT = "[0-9a-f]" * 16 + ".json", 64  # files of a folder, the newest
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
-# Fields of `ExecutionConfig` that do, or which steps are measured.
-TIMED_FIELDS = (
-    "attention_backend",
-    "device",
-    "dtype",
-    "max_decode_rows",
-    "max_graph_rows",
-    "max_graph_width",
-    "max_prompt_rows",
-    "max_running_requests",
-    "num_threads",
-    "ops",
-    "page_size",
-    "poisons_graphs",
-    "row_width",
+# Fields of `ExecutionConfig` on which no time depends; `measured_with` has the model's own.
+UNTIMED_FIELDS = (
+    "model",
+    "load_format",
+    "max_total_tokens",
+    "context_len",
+    "kv_budget_bytes",
+    "static_memory_share",
 )
 
 TABLE_FIELDS = [field.name for field in dataclasses.fields(PriceTable) if field.name != "find"]
 
 
 class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
-    """A file: what prices were measured with, `PriceTable` but `find`, and a head's passes."""
+    """A file: what prices were measured with, `PriceTable` but `find`, a head's passes, and a
+    digest of all that."""
 
     measured_with: dict[str, str]
-    graphs_ms: list[tuple[GraphKey, Price]]
+    graphs_ms: list[tuple[GraphKey, float]]
     eager: Curve
     head: Curve
-    kv_ms: Price
-    row_kv_ms: Price
+    kv_ms: float
+    row_kv_ms: float
     prompt_kv_ms: Curve
-    spread: Price
+    spread: float
     passes: list[tuple[int | TreeShape, PassPrices]]
+    digest: str = ""
 
-    def table_of(self, runner: ModelRunner) -> PriceTable:
-        fields = {name: getattr(self, name) for name in TABLE_FIELDS}
-        return PriceTable(graph_finder(runner), **fields | {"graphs_ms": dict(self.graphs_ms)})
+    def own_digest(self) -> str:
+        return _digest(msgspec.to_builtins(msgspec.structs.replace(self, digest="")))
 
 
 class TileSpecProfiler:
@@ -102,64 +92,63 @@ class TileSpecProfiler:
 
     def target(self, meter: PriceMeter) -> PriceTable:
         """Gives prices of the runner's steps; kept ones if they still hold."""
-        kept = self._read(())
-        if kept is not None and still_holds(prices := kept.table_of(self._runner), meter):
-            return prices
+        kept = self._read()
+        if kept is not None and still_holds(kept.extend, meter):
+            return kept.extend
         prices = meter.measure()
-        self._keep(prices, {})
+        self._keep(DraftPrices(prices, {}))
         return prices
 
     def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
         """Gives prices of the runner as a head over its target."""
-        kept = self._read(self._runner.config.draft_steps)
-        if kept is not None:
-            return DraftPrices(kept.table_of(self._runner), dict(kept.passes))
-        prices = measure()
-        self._keep(prices.extend, prices.passes)
+        prices = self._read()
+        if prices is None:
+            self._keep(prices := measure())
         return prices
 
-    def _read(self, shapes: Iterable[DraftShape]) -> KeptPrices | None:
-        """Returns prices of exactly the runner's graphs and these passes, if there are any. All
-        ranks get what the first one reads."""
-        data, problem = _contents(self._path)
+    def _read(self) -> DraftPrices | None:
+        """Returns what the file holds if it is whole; of a target there are no passes. All ranks
+        get what the first one reads."""
+        path, data, problem = self._path, b"", ""
+        # If what cannot be opened cannot be replaced either, `_keep` says so.
+        if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
+            problem = "damaged, or of another version"
+            try:
+                data = read_bytes(path, MAX_BYTES)
+            except UnreadableFileError as error:
+                problem = error.reason
         if (ranks := self._runner.ranks) is not None:
-            data, problem = ranks.from_first(data), ranks.from_first(problem.encode()).decode()
-        if data and not problem:
-            keys = priced_graphs(self._runner, self._runner.config.max_decode_rows)
-            kept: KeptPrices | None = None
-            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                kept = msgspec.json.decode(data, type=KeptPrices)
-            if (
-                kept is not None
-                and kept.measured_with == self._known
-                and Counter(key for key, _ in kept.graphs_ms) == Counter(keys)
-                and Counter(shape for shape, _ in kept.passes) == Counter([*shapes])
-                and min(*kept.eager.costs_ms, *(ms for _, ms in kept.graphs_ms), math.inf) > 0
-            ):
-                logger.info("Read prices of steps from %s.", self._path)
-                return kept
-            problem = DAMAGED
+            data = ranks.from_first(data)
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            kept = msgspec.json.decode(data, type=KeptPrices)
+            if kept.measured_with == self._known and kept.digest == kept.own_digest():
+                logger.info("Read prices of steps from %s.", path)
+                fields = {name: getattr(kept, name) for name in TABLE_FIELDS}
+                fields["graphs_ms"] = dict(kept.graphs_ms)
+                table = PriceTable(graph_finder(self._runner), **fields)
+                return DraftPrices(table, dict(kept.passes))
         if problem:
-            logger.warning("%s: %s; measured again.", self._path, problem)
+            logger.warning("%s: %s; measured again.", path, problem)
         return None
 
-    def _keep(self, prices: PriceTable, passes: Mapping[DraftShape, PassPrices]) -> None:
+    def _keep(self, prices: DraftPrices) -> None:
         """Replaces the file as a whole, for who reads it now. Of old files the newest stay."""
         ranks = self._runner.ranks
         if ranks is not None and ranks.shard.rank > 0:
             return  # the first one keeps what all have
-        fields = {name: getattr(prices, name) for name in TABLE_FIELDS}
-        fields |= {"graphs_ms": [*prices.graphs_ms.items()], "passes": [*passes.items()]}
-        path, data = self._path, msgspec.json.encode(KeptPrices(self._known, **fields))
+        fields = {name: getattr(prices.extend, name) for name in TABLE_FIELDS}
+        fields["graphs_ms"] = [*prices.extend.graphs_ms.items()]
+        path, kept = self._path, KeptPrices(self._known, **fields, passes=[*prices.passes.items()])
+        kept.digest = kept.own_digest()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
                 new = Path(folder) / path.name  # who may read it is the umask's matter
-                new.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+                new.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
                 os.replace(new, path)
-            kept = [each for each in path.parent.iterdir() if KEPT_NAME.fullmatch(each.name)]
+            files = path.parent.glob(KEPT_NAMES)
             with suppress(FileNotFoundError):  # another start removes files too
-                for old in sorted(kept, key=os.path.getmtime)[:-MOST_KEPT]:
+                for old in sorted(files, key=os.path.getmtime)[:-MOST_KEPT]:
                     old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
@@ -181,11 +170,8 @@ def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
 
 
 def cliffs(prices: PriceTable) -> list[int]:
-    """Returns numbers of rows after which the cheapest graph, or larger steps, take far longer."""
-    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
-    graphs = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
-    eager = zip(prices.eager.sizes, prices.eager.costs_ms, strict=True)
-    by_rows = pairwise(sorted((dict(eager) | graphs).items()))
+    """Returns numbers of rows after which the cheapest step takes far longer."""
+    by_rows = pairwise(prices.by_rows.items())
     return [rows for (rows, ms), (_, more_ms) in by_rows if more_ms > ms * (1 + CLIFF)]
 
 
@@ -193,29 +179,27 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
     """`{model}_{gpu}_tp{ranks}`: names of files alone, whatever the model is called."""
     config = target.config
     gpu = Platform.probe().device_name if config.device == "cuda" else config.device
-    names = (re.sub(r"[^A-Za-z0-9.-]+", "-", name) for name in (config.model.path.name, gpu))
-    model, gpu = (name.strip(".-")[:100] or "unnamed" for name in names)
-    return cache_dir / f"{model}_{gpu}_tp{config.model.shard.num_ranks}"
+    model, num_ranks = plain_name(config.model.path.name), config.model.shard.num_ranks
+    return cache_dir / f"{model}_{plain_name(gpu)}_tp{num_ranks}"
 
 
 def measured_with(runner: ModelRunner) -> dict[str, str]:
     """Returns what the prices of a runner's steps depend on."""
     config, keys, ranks = runner.config, runner.graph_keys, runner.ranks
     room = None if ranks is None or ranks.one_shot is None else ranks.one_shot.room
-    fields = {name: getattr(config, name) for name in TIMED_FIELDS}
-    graphs = [] if keys is None else [dataclasses.astuple(key) for key in keys.all]
+    names = (each.name for each in dataclasses.fields(config) if each.name not in UNTIMED_FIELDS)
     return {
         "model": _digest([config.model.hf, config.model.rounds_weights]),
         "code of the model": config.model.impl,
-        "setting": _digest([fields, sorted(config.draft_steps)]),
-        "set of graphs": _digest(graphs),
+        "setting": _digest([str(getattr(config, name)) for name in names]),
+        "set of graphs": _digest([] if keys is None else keys.all),
         "ranks": f"{config.model.shard.num_ranks}, {room or 'sums by the library'}",
         "GPU": Platform.probe().device_name,
         "driver": driver_version(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
-        "Triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "Triton": version_of("triton"),
+        "transformers": version_of("transformers"),
         "set of kernels": code_digest(),
     }
 
@@ -223,13 +207,6 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
 def _digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 @cache
@@ -250,15 +227,3 @@ def timed_folders() -> list[Path]:
     if not (kernels / "csrc").is_dir():  # CUDA sources are in the package only once installed
         folders += [kernels.parents[1] / name for name in ("csrc", "include")]
     return folders
-
-
-def _contents(path: Path) -> tuple[bytes, str]:
-    """Returns the bytes of a file and what is wrong with it; nothing where none can be opened: if
-    it cannot be replaced either, `_keep` says so."""
-    if not os.path.exists(path) or path.is_dir() or not os.access(path, os.R_OK):
-        return b"", ""
-    try:
-        data = read_bytes(path, MAX_BYTES)
-    except UnreadableFileError as error:
-        return b"", error.reason
-    return data, "" if data else DAMAGED
