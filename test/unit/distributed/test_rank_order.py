@@ -199,15 +199,16 @@ def test_ranks_time_a_launch_as_often_and_go_by_one_time(tmp_path: Path) -> None
 
 
 class FakeNccl:
-    """Stands in for `torch.distributed.ProcessGroupNCCL`."""
+    """Stands in for `torch.distributed.ProcessGroupNCCL`. It holds its store as that does: a store
+    that ends makes its file anew."""
 
-    made: list[tuple[int, int, dict[str, Any]]]
+    made: list[tuple[dist.Store, int, int, dict[str, Any]]]
 
     class Options(SimpleNamespace): ...
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         assert os.environ["NCCL_NVLS_ENABLE"] == "0"
-        self.made.append((rank, size, vars(options)))
+        self.made.append((store, rank, size, vars(options)))
 
 
 def test_gpus_are_connected_without_multicast_before_nccl_starts(
@@ -225,6 +226,6 @@ def test_gpus_are_connected_without_multicast_before_nccl_starts(
         monkeypatch.setattr(FakeNccl, "made", [], raising=False)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         list(pool.map(lambda rank: rank.connect_gpus("cpu", torch.bfloat16), ranks))
-    assert sorted((rank, size) for rank, size, _ in FakeNccl.made) == [(0, 2), (1, 2)]
+    assert sorted((rank, size) for _, rank, size, _ in FakeNccl.made) == [(0, 2), (1, 2)]
     assert all(options["global_ranks_in_group"] == [0, 1] for *_, options in FakeNccl.made)
     assert not [*tmp_path.iterdir()], "The files by which ranks meet are gone."
