@@ -44,14 +44,14 @@ class LoadAwareMasks(LoadAwareDrafts):
         assert parts.steps is not None, "Lengths go by prices, and none were measured."
         self._steps = parts.steps
         self._max_k = 1 + parts.options.num_steps
-        self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_k))
+        self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_k - 1))
         self._known = dict[Hashable, Mapping[int, float]]()  # costs by `UpcomingStep.cache_key`
         self._shares = dict[tuple[Kind, int], float]()  # while those hold
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         budget = super().choose(upcoming)
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            self._survival[kind].forget(budget.limit)
+            self._survival[kind].forget(budget.limit - 1)
         if not upcoming.is_packed:
             return budget
         return replace(budget, num_rows=self._num_rows(upcoming, budget.limit))
@@ -63,24 +63,15 @@ class LoadAwareMasks(LoadAwareDrafts):
         alike = Counter(zip(outcome.kinds, *tried_and_taken, strict=True))
         for (kind, tried, taken), count in alike.items():
             if tried and kind is not None:
-                self._survival[kind].record(tried, taken, count)
+                self._survival[kind].record(tried - 1, range(taken - 1), count)
 
     def lengths(self, upcoming: UpcomingStep) -> list[float]:
         """Tokens that a request which looks ahead is given with 0, 1, ... masks, on average."""
-        totals, num_ahead = [0.0] * upcoming.longest, 0
-        runs = dict[Kind, list[float]]()
-        for request, count in upcoming.emitting.items():
-            if request.k == 1:
-                continue
-            num_ahead += count
-            kind = request.kind
-            if kind is not None and kind not in runs:
-                found = self._survival[kind].runs(self._max_k)
-                runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
-            for place in range(len(totals)):
-                length = min(request.k, 1 + place) if request.is_adjustable else request.k
-                totals[place] += count * (length if kind is None else runs[kind][length - 1])
-        return [total / num_ahead for total in totals]
+        return upcoming.mean_lengths(self._runs)
+
+    def _runs(self, kind: Kind) -> list[float]:
+        runs = self._survival[kind].runs(self._max_k - 1)
+        return with_draftless_steps(runs) if kind.emits_only_confirmed else runs
 
     def _costs_ms(self, upcoming: UpcomingStep, lengths: Sequence[float]) -> Mapping[int, float]:
         self._age += 1
@@ -107,7 +98,7 @@ class LoadAwareMasks(LoadAwareDrafts):
         if k == 1:
             return 1.0
         if (kind, k) not in self._shares:
-            self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k)[-2:])
+            self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k - 1)[-2:])
         return self._shares[kind, k]
 
     def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:

@@ -91,6 +91,20 @@ class UpcomingStep:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
 
+    def mean_lengths(self, runs: Callable[[Kind], Sequence[float]]) -> list[float]:
+        """Tokens that a request which looks ahead is given on average, where adjustable ones have
+        0, 1, ... masks or drafts. `runs`: tokens of a kind with so many."""
+        totals, runs_of = [0.0] * self.longest, dict[Kind, Sequence[float]]()
+        for (kind, k, is_adjustable, _), count in self.emitting.items():
+            if k == 1:
+                continue
+            if kind is not None and kind not in runs_of:
+                runs_of[kind] = runs(kind)
+            for place in range(len(totals)):
+                length = min(k, 1 + place) if is_adjustable else k
+                totals[place] += count * (length if kind is None else runs_of[kind][length - 1])
+        return [total / (self.num_reqs - self.num_plain) for total in totals]
+
     def current_shape(
         self,
         limit: int,
