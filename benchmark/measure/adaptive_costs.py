@@ -100,7 +100,7 @@ class ScheduledTier:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self._number += 1
         self.settled = self.turns[self._number % len(self.turns)]
-        return Budget(1 + self.settled, settled=self.settled)
+        return Budget(1 + self.settled)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learns nothing."""
@@ -182,7 +182,7 @@ def policy_us(policy: LengthPolicy, size: int) -> float:
         middle = time.perf_counter_ns()
         accepted = [1 + ((index + number) % 2 if budget.limit > 1 else 0) for index in rows]
         outcome = StepOutcome(
-            plan=StepPlan(counts=counts, draft_length=budget.settled, num_drafted_for=size),
+            plan=StepPlan(counts=counts, draft_length=policy.settled, num_drafted_for=size),
             rows=rows,
             num_tried=[budget.limit] * size,
             num_accepted=accepted,

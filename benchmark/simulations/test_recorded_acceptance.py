@@ -31,7 +31,7 @@ class Fixed(LoadAwareDrafts):
         self.settled = tier
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(1 + self.settled, settled=self.settled)
+        return Budget(1 + self.settled)
 
     def observe(self, outcome: StepOutcome) -> None:
         pass

@@ -40,7 +40,7 @@ class JumpingTier:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self.settled = self._choose()
-        return Budget(1 + self.settled, settled=self.settled, rests=self.rests)
+        return Budget(1 + self.settled, rests=self.rests)
 
     def _choose(self) -> int:
         if self._num_plain:

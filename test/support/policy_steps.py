@@ -30,13 +30,9 @@ def drafting_step(num_reqs: int, max_drafts: int = 1, kv_tokens: int = 0) -> Upc
     return UpcomingStep(Counter({EmittingRequest(Kind(), 1 + max_drafts): num_reqs}), kv_tokens)
 
 
-def plan_of(
-    tier: int = 0, num_drafted_for: int | None = None, budget: Budget | None = None
-) -> StepPlan:
+def plan_of(tier: int = 0, num_drafted_for: int | None = None) -> StepPlan:
     counts = StepCounts([1], [1], [1], [True])
-    return StepPlan(
-        counts=counts, draft_length=tier, num_drafted_for=num_drafted_for, budget=budget
-    )
+    return StepPlan(counts=counts, draft_length=tier, num_drafted_for=num_drafted_for)
 
 
 def drafted(
@@ -62,7 +58,7 @@ def predicted(budget: Budget, kind: Kind | None, pairs: Sequence[tuple[int, int]
     """A step of requests that could accept so many tokens, and did accept so many."""
     count = len(pairs)
     return StepOutcome(
-        plan=plan_of(budget.limit, budget=budget),
+        plan=plan_of(budget.limit),
         rows=range(count),
         num_tried=[tried for tried, _ in pairs],
         num_accepted=[taken for _, taken in pairs],

@@ -103,7 +103,7 @@ class Decode:
         for number in range(-num_before, num_rounds):
             told = self._text.confidences(self._rng, self._num_reqs)
             self._confidence.copy_(torch.from_numpy(told))
-            tier, settled = budget.limit - 1, budget.settled
+            tier, settled = budget.limit - 1, self._policy.settled
             record, fed = self._fed(told, tier)
             right = self._rng.random(told.shape) < told**self._text.power
             taken = [1 + int(right[i, :count].cumprod().sum()) for i, count in enumerate(fed)]

@@ -67,7 +67,7 @@ class RecordingPolicy:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self.sizes.append(upcoming.num_reqs)
-        return Budget(3, settled=2)
+        return Budget(3)
 
     def observe(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)

@@ -86,8 +86,8 @@ class DraftPlanner(Planner):
         self._new = self._old[0]._replace(pending=0)
         self._limits = dict[int, int]()  # of rows whose requests take fewer drafts than others
         self._num_pending_drafts = dict[int, int]()  # by row of the page table
-        # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
-        # to be drafted for.
+        # The step that drafts were proposed in last: `LengthPolicy.settled`, and how many requests
+        # were to be drafted for.
         self._last_choice = policy.settled, 0
         self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
 
@@ -120,7 +120,7 @@ class DraftPlanner(Planner):
         budget, self._last_choice = self._budget(batch, lens or self._match_lens), (draft_length, 0)
         if budget is not None:
             next_length = budget.limit - 1
-            self._last_choice = budget.settled, batch.emits.count(True)
+            self._last_choice = self.policy.settled, batch.emits.count(True)
         max_accepted = 1 + min(most, options.max_confirmed or most)
         next_drafts = self._next_drafts(batch, max_accepted, next_length)
         self._num_pending_drafts.update(zip(batch.rows, next_drafts, strict=True))

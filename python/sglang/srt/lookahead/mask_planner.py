@@ -105,7 +105,6 @@ class MaskPlanner(Planner):
             wants_probs=not counts.is_plain and any(request.tau > 0 for request in requests),
             accepts_unconfirmed=not all(counts.emits_only_confirmed),
             draft_length=0 if budget is None else limit,
-            budget=budget,
         )
 
     def _budget(

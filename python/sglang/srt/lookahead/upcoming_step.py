@@ -87,6 +87,11 @@ class UpcomingStep:
         return frozenset(emitting.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
 
     @property
+    def beside(self) -> float:
+        """Tokens of those who do not look ahead, for each of those who do."""
+        return self.num_plain / (self.num_reqs - self.num_plain)
+
+    @property
     def longest(self) -> int:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
