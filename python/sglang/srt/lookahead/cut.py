@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize, StepCounts
@@ -60,7 +60,6 @@ class Calibration:
         # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
         self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
         self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-        self.is_stale = True  # drafts were heard of since chances were computed
 
     def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
         """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
@@ -74,19 +73,12 @@ class Calibration:
         found[0] += found[1]
         self._counts += found
         self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
-        self.is_stale = True
-
-    def update(self) -> None:
-        """Computes chances anew, if drafts were heard of since they were computed."""
-        if self.is_stale:
-            weights = self._tried + PRIOR_TRIALS
-            shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
-            self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
-            self.is_stale = False
+        weights = self._tried + PRIOR_TRIALS
+        shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
+        self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
 
     def predict(self, scores: ArrayLike) -> Floats:
         """Chances of the same shape; between the centres of bins they are interpolated."""
-        self.update()
         return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
 
 
@@ -201,6 +193,7 @@ class TileSpec:
         has_trees: bool = False,
     ) -> None:
         self._rounds = self._packed = rounds
+        self.spread = rounds.spread
         self._fixed, self._has_trees = fixed, has_trees
         if not packs_in_graphs:
             extend = replace(rounds.head.extend, find=no_graphs)
@@ -257,32 +250,25 @@ class TileSpec:
     def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
         at least, beside rows of prompts; the last bucket is the round that verifies all."""
-        rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        kv_tokens, prompts_ms = case.kv_tokens, self._rounds.prompt_row_ms * prompt_rows
-        times = [
-            (ms := rows_ms + kv_ms * kv_tokens) - min(prompts_ms, share * ms)
-            for rows_ms, kv_ms, share in costs
-        ]
-        return LatencyTable(rows, tuple(times))
+        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        own_ms, kv_tokens = self._rounds.own_ms, case.kv_tokens
+        times = [own_ms(cost, kv_tokens, rows, prompt_rows) for rows, cost in buckets.items()]
+        return LatencyTable(tuple(buckets), tuple(times))
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> tuple[tuple[int, ...], list[tuple[float, float, float]]]:
-        """Returns the rows of each bucket, and of each: milliseconds of the rows, milliseconds per
-        token of KV, and the share of prompts in the rows."""
+    ) -> dict[int, LatencyByKV]:
+        """Returns the measured cost of each bucket, by its rows."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._packed.target.sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})
-        rows = (*(room for room in rooms if room < most), most)
-        beside = prompt_rows, num_plain
-        costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
-        costs.append(self._rounds.cost(num_reqs, num_drafts, most, *beside))
-        sums = [prompt_rows + count for count in rows]
-        return rows, [
-            (c.rows_ms, c.kv_ms, prompt_rows / n) for c, n in zip(costs, sums, strict=True)
-        ]
+        prices = {room: self._packed for room in rooms if room < most} | {most: self._rounds}
+        return {
+            rows: of_rows.cost(num_reqs, num_drafts, rows, prompt_rows, num_plain)
+            for rows, of_rows in prices.items()
+        }
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -311,10 +297,6 @@ class TileSpec:
             self._gains[key] = best_cut(right, most, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
 
-    @property
-    def spread(self) -> float:
-        return self._rounds.spread
-
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         total_ms = 0.0
         for chance, rows in upcoming.prompts:
@@ -329,8 +311,6 @@ class TileSpec:
         if longest not in self._right:
             if self._chances is None:
                 assert self._scores is not None, "They were read."
-                if self._untold and self._calibration.is_stale:
-                    self._learn()
                 self._chances = self._calibration.predict(self._scores)
             self._right[longest] = expected_right(self._chances[:, :longest])
         return self._right[longest]
@@ -350,7 +330,6 @@ class TileSpec:
             return accepted
         scores, rows = record.scores.read()[0].numpy(), record.rows
         if result.num_drafts and not self._has_trees:
-            self._calibration.update()  # before it hears of more
             self._continue(accepted, result.num_drafts, record, scores)
         if any(fed := result.num_drafts or num_drafts):
             self._untold.append((scores, rows, fed, taken, result.paths))
