@@ -14,12 +14,12 @@ from policy_steps import drafted, drafting_step
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.cut import TileSpec
-from sglang.srt.lookahead.draft_planner import counts_of_drafts
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
+from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
 # Milliseconds of a step by rows: all products, which were measured up to 576 rows, and 0.6 more.
@@ -136,7 +136,7 @@ class Decode:
 
 def cut_plan(tile_spec: TileSpec, batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepPlan:
     """Plans a step that feeds so many drafts of each request, with the rows that pay."""
-    counts, wants_scores = counts_of_drafts(batch, num_drafts), False
+    counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
     if any(num_drafts):
         counts, wants_scores = tile_spec.cut(batch, counts, num_drafts)
     return StepPlan(counts=counts, num_drafts=num_drafts, wants_scores=wants_scores)

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 
 from policy_steps import drafted, drafting_step
-from served_rounds import batch_of
 from served_rounds import rounds as measured
 from sglang.srt.lookahead import stretches
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -39,7 +38,7 @@ from sglang.srt.lookahead.matched_drafts import (
     MatchedDrafts,
     class_of,
 )
-from sglang.srt.lookahead.prompt_mix import MAX_NUMBERS, MEMORY_STEPS, ROW_GRAIN, PromptMix, case_of
+from sglang.srt.lookahead.prompt_mix import MAX_NUMBERS, MEMORY_STEPS, ROW_GRAIN, PromptMix
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
@@ -344,9 +343,3 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
         # What remains: one step of five with the end of a prompt, at the pace that was seen.
         others = (1.0 - share) * math.exp(-0.2 * pace / 2)
         assert found.get(0, 0.0) == pytest.approx(others, abs=0.08)
-
-
-def test_a_step_knows_its_prompts() -> None:
-    assert case_of(batch_of([0, 0, 0]), num_drafting=3) == StepCase(3)
-    found = case_of(batch_of([100, 20, 0, 0]), num_drafting=1)
-    assert found == StepCase(2, prompts=((1.0, 128),), num_plain=1)

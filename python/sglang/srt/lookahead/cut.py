@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.lookahead.prompt_mix import case_of
+from sglang.srt.lookahead.prompt_mix import in_grains
 from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
@@ -224,8 +224,10 @@ class TileSpec:
         """Returns the counts of a step with the rows that pay, or those of all drafts, and whether
         their scores are wanted. Called once for each step that has drafts, when all before it have
         been launched; a probe tries them, whatever they are thought to be worth."""
-        case = case_of(batch, num_drafting=len(num_drafts) - num_drafts.count(0))
-        [(_, prompt_rows)] = case.prompts
+        kv_lens = batch.kv_lens_before[batch.num_prompts :]
+        num_plain = num_drafts.count(0) - batch.num_prompts  # of those that decode
+        case = StepCase(len(kv_lens), sum(kv_lens), num_plain=num_plain)
+        prompt_rows = in_grains(sum(batch.num_prompt_tokens))
         table = self._table(case, max(num_drafts), prompt_rows)
         if table.most_gain <= LEAST_GAIN and self._fixed is None:
             return counts, False

@@ -36,12 +36,12 @@ class LeftOutRows:
         self._modelless = modelless
         # Rows of requests that take no drafts, and of those that take none of the model.
         self._off, self._without_model = set[int](), set[int]()
-        # Rows of requests whose last tokens were left out, and of those whose earlier ones were.
-        self._behind, self._lacking = set[int](), set[int]()
+        # Rows of requests of which tokens were left out, and of those whose last ones were.
+        self._lacking, self._behind = set[int](), set[int]()
 
     def lacks_tokens(self, rows: Sequence[int]) -> bool:
         """Tells whether tokens of a request were left out since it got its row."""
-        return any(each and not each.isdisjoint(rows) for each in (self._behind, self._lacking))
+        return not self._lacking.isdisjoint(rows)
 
     def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
@@ -57,11 +57,12 @@ class LeftOutRows:
         """Returns `left_out`, `without_model` and `fed_again` of the plan of a step, and notes what
         it leaves out."""
         if rests:
-            self._behind.update(set(rows) - self._off - self._without_model)
+            unfed = set(rows) - self._off - self._without_model
+            self._behind |= unfed
+            self._lacking |= unfed
             return list(range(len(rows))), (), ()
         fed = self._behind.intersection(rows) if self._behind else set()
         self._behind -= fed
-        self._lacking |= fed
         return _places(rows, self._off), _places(rows, self._without_model), sorted(fed)
 
 
@@ -89,7 +90,6 @@ class DraftPlanner(Planner):
         # The step that drafts were proposed in last: `LengthPolicy.settled`, and how many requests
         # were to be drafted for.
         self._last_choice = policy.settled, 0
-        self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """See `Planner`. Who takes fewer drafts than others has room for as many draft steps."""
@@ -113,11 +113,11 @@ class DraftPlanner(Planner):
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
         most, options = max(num_drafts), self._options
         (draft_length, num_drafted_for), next_length = self._last_choice, 0
-        counts, wants_scores = counts_of_drafts(batch, num_drafts), False
+        counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
         if self.tile_spec is not None and most:
             is_probe = most > options.num_drafts(draft_length)
             counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts, is_probe)
-        budget, self._last_choice = self._budget(batch, lens or self._match_lens), (draft_length, 0)
+        budget, self._last_choice = self._budget(batch, lens or ()), (draft_length, 0)
         if budget is not None:
             next_length = budget.limit - 1
             self._last_choice = self.policy.settled, batch.emits.count(True)
@@ -185,7 +185,7 @@ class DraftPlanner(Planner):
         rows, kinds = record.rows, list[Kind]()
         if self.policy.reads_matches and record.plan.num_drafted_for is not None:
             assert record.lens is not None, "The drafter has matches."
-            self._match_lens = lens = record.lens.read()[0].tolist()
+            lens = record.lens.read()[0].tolist()
             kinds = [KINDS[class_of(lens[row])] for row in rows]
         num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
         num_accepted = result.accept_lens
@@ -224,26 +224,13 @@ def drafts_of_requests(
     return counts + [num_drafts * (reserved >= least) for reserved in slots[split:]]
 
 
-def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
-    """Counts a step in which prompts are fed, and every other request feeds its certain token and
-    its drafts, of R counts, 0 where a prompt is fed. It is plain where there are none."""
-    if not any(num_drafts):
-        return StepCounts.plain(batch)
-    split, count = batch.num_prompts, len(num_drafts)
-    decodes = [1 + drafts for drafts in num_drafts[split:]]
-    emits = [int(each) for each in batch.emits[:split]]
-    q_lens = batch.num_prompt_tokens[:split] + decodes
-    return StepCounts(q_lens, emits + decodes, emits + [1] * len(decodes), [True] * count)
-
-
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> StepPlan:
-    """Plans a step with these drafts, as for `counts_of_drafts`; max_confirmed: see
-    `DrafterNeeds`."""
+    """Plans a step with these drafts; max_confirmed: see `DrafterNeeds`."""
     most = max(num_drafts)
     return StepPlan(
-        counts=counts_of_drafts(batch, num_drafts),
+        counts=StepCounts.of_drafts(batch, num_drafts),
         max_pending=1 + most,
         max_accepted=1 + min(most, max_confirmed or most),
         num_drafts=num_drafts,
