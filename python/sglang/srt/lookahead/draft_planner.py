@@ -74,7 +74,6 @@ class DraftPlanner(Planner):
     def __init__(
         self,
         options: RoundOptions,
-        num_rows: int,
         policy: LengthPolicy,
         tile_spec: TileSpec | None = None,
         left_out: LeftOutRows | None = None,
@@ -87,9 +86,7 @@ class DraftPlanner(Planner):
         self._new = self._old[0]._replace(pending=0)
         self._limits = dict[int, int]()  # of rows whose requests take fewer drafts than others
         self._num_pending_drafts = dict[int, int]()  # by row of the page table
-        # The step that drafts were proposed in last: `LengthPolicy.settled`, and how many requests
-        # were to be drafted for.
-        self._last_choice = policy.settled, 0
+        self._num_drafted_for = 0  # requests in the last step
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """See `Planner`. Who takes fewer drafts than others has room for as many draft steps."""
@@ -111,16 +108,15 @@ class DraftPlanner(Planner):
         before it proposed, and the policy chooses what is proposed after it."""
         # A request has no drafts while it feeds its prompt.
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
-        most, options = max(num_drafts), self._options
-        (draft_length, num_drafted_for), next_length = self._last_choice, 0
+        most, options, draft_length = max(num_drafts), self._options, self.policy.settled
+        num_drafted_for, self._num_drafted_for, next_length = self._num_drafted_for, 0, 0
         counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
         if self.tile_spec is not None and most:
             is_probe = most > options.num_drafts(draft_length)
             counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts, is_probe)
-        budget, self._last_choice = self._budget(batch, lens or ()), (draft_length, 0)
+        budget = self._budget(batch, lens or ())
         if budget is not None:
-            next_length = budget.limit - 1
-            self._last_choice = self.policy.settled, batch.emits.count(True)
+            next_length, self._num_drafted_for = budget.limit - 1, batch.emits.count(True)
         max_accepted = 1 + min(most, options.max_confirmed or most)
         next_drafts = self._next_drafts(batch, max_accepted, next_length)
         self._num_pending_drafts.update(zip(batch.rows, next_drafts, strict=True))

@@ -71,7 +71,7 @@ class _Chains:
     """
 
     def __init__(self, num_rows: int, max_drafts: int, confidence: MatchConfidence) -> None:
-        device = confidence.trials.tried.device
+        device = confidence.tried.device
         self.tokens = torch.zeros((num_rows, max_drafts), dtype=torch.int64, device=device)
         self.counts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._confidence = confidence

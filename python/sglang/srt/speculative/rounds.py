@@ -87,4 +87,4 @@ def planner_of_rounds(
     )
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
     left_out = LeftOutRows(parts.modelless) if may_rest else None
-    return DraftPlanner(options, num_rows, policy, tile_spec, left_out)
+    return DraftPlanner(options, policy, tile_spec, left_out)
