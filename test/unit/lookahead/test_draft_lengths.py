@@ -27,9 +27,9 @@ from sglang.srt.lookahead.load_aware_drafts import (
     PROBE_SHARE,
     REST_AFTER,
     LoadAwareDrafts,
+    Probes,
     RestRule,
     best_tier,
-    hopeful_tiers,
 )
 from sglang.srt.lookahead.matched_drafts import (
     LONGEST_OF_CLASS,
@@ -66,11 +66,13 @@ def test_the_best_tier_is_that_of_a_search() -> None:
         assert rates[best] == max(rates)
         assert best_tier(lengths, costs, gain) == best * (rates[best] > rates[0] * (1 + gain))
         chance = lengths[best] - lengths[best - 1] if best else 1.0
-        assert hopeful_tiers(lengths, costs, best, gain) == [
-            tier
+        hopeful = {
+            costs[tier]: tier
             for tier in range(best + 1, 6)
             if (lengths[best] + chance * (tier - best)) / costs[tier] > rates[best] * (1 + gain)
-        ]
+        }
+        probed = hopeful[min(hopeful)] if hopeful else best
+        assert Probes(gain).tier(best, lengths, costs) == probed
     assert best_tier([1.0, 1.5, 2.0], {0: 2.0, 1: 3.0, 2: 4.0}) == 0
     assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
 

@@ -130,10 +130,16 @@ class Probes:
         most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
         self._left_ms = min(self._left_ms + share * cost, most_ms)
-        hopeful = hopeful_tiers(lengths, costs, best, self.least_gain)
-        if not hopeful:
-            return best
-        probed = min(hopeful, key=costs.__getitem__)
+        chance = (
+            lengths[best] - lengths[best - 1] if best else 1.0
+        )  # that the best tier's are right
+        least = lengths[best] / cost * (1 + self.least_gain)
+        hopeful = [
+            tier
+            for tier in costs
+            if tier > best and (lengths[best] + chance * (tier - best)) / costs[tier] > least
+        ]
+        probed = min(hopeful, key=costs.__getitem__, default=best)
         return probed if costs[probed] - cost <= self._left_ms - num_to_feed * feed_ms else best
 
     def pay(self, ms: float, least_ms: float = -math.inf) -> None:
@@ -173,17 +179,3 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
     best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))
     plain = lengths[0] / costs[0]
     return best if lengths[best] / costs[best] > plain * (1 + least_gain) else 0
-
-
-def hopeful_tiers(
-    lengths: Sequence[float], costs: Mapping[int, float], best: int, least_gain: float
-) -> list[int]:
-    """Tiers above the best one that would beat it if all their further drafts were right; arguments
-    as for `best_tier`."""
-    chance = lengths[best] - lengths[best - 1] if best else 1.0  # that the best tier's are right
-    least = lengths[best] / costs[best] * (1 + least_gain)
-    return [
-        tier
-        for tier in costs
-        if tier > best and (lengths[best] + chance * (tier - best)) / costs[tier] > least
-    ]
