@@ -228,7 +228,7 @@ class TileSpec:
         num_plain = num_drafts.count(0) - batch.num_prompts  # of those that decode
         case = StepCase(len(kv_lens), sum(kv_lens), num_plain=num_plain)
         prompt_rows = in_grains(sum(batch.num_prompt_tokens))
-        table = self._table(case, max(num_drafts), prompt_rows)
+        table = self.table(case, max(num_drafts), prompt_rows)
         if table.most_gain <= LEAST_GAIN and self._fixed is None:
             return counts, False
         if is_probe:
@@ -242,20 +242,18 @@ class TileSpec:
             counts = replace(counts, packed=PackedSize(room, num_reads))
         return counts, True
 
-    def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
-        """Returns `table` as it was looked up last."""
-        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
-        if key not in self._known:
-            self._known[key] = self.table(case, num_drafts, prompt_rows)
-        return self._known[key]
-
     def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
-        at least, beside rows of prompts; the last bucket is the round that verifies all."""
+        at least, beside rows of prompts; the last bucket is the round that verifies all. KV is that
+        of when it was looked up last."""
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
+        if key in self._known:
+            return self._known[key]
         buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
         own_ms, kv_tokens = self._rounds.own_ms, case.kv_tokens
         times = [own_ms(cost, kv_tokens, rows, prompt_rows) for rows, cost in buckets.items()]
-        return LatencyTable(tuple(buckets), tuple(times))
+        self._known[key] = LatencyTable(tuple(buckets), tuple(times))
+        return self._known[key]
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
@@ -293,7 +291,7 @@ class TileSpec:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            table = self._table(case, num_drafts, prompt_rows)
+            table = self.table(case, num_drafts, prompt_rows)
             most = (case.num_reqs - case.num_plain) * num_drafts
             right = self._expected(num_drafts)
             self._gains[key] = best_cut(right, most, case.num_reqs, table, LEAST_GAIN)[1]
