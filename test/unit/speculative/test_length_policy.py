@@ -66,7 +66,7 @@ def test_the_policy_hears_what_became_of_each_step_it_chose_for(
         harness.generate([[1, 2]], mtp_verify=True, **params)
     assert {outcome.kinds[0] for outcome in outcomes} == {VERIFIED}
     steps = [(*outcome.num_tried, *outcome.num_accepted) for outcome in outcomes]
-    steps = [step for step in steps if step[0]]  # one that sat the step out teaches nothing
+    steps = [step for step in steps if step[1]]  # one that sat the step out teaches nothing
     assert steps[0] == (1, 1)
     for (tried_before, taken_before), (tried, taken) in pairwise(steps):
         assert tried == (4 if taken_before == tried_before else 1)

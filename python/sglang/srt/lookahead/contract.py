@@ -46,7 +46,6 @@ class StepPlan:
     wants_probs: bool = False  # the drafter looks at `ComputedStep.probs`
     wants_paths: bool = False  # results carry confirmed paths (`GenerationBatchResult.paths`)
     wants_scores: bool = False  # the record copies `Confidence.drafts` from before the step
-    accepts_unconfirmed: bool = False  # requests may be given `Drafter.num_unconfirmed` tokens
     # Chosen by a length policy, carried by results: drafts of a request one after the other, or
     # tokens that it predicts from masks, 0 if no policy was asked.
     draft_length: int = 0

@@ -20,7 +20,6 @@ from sglang.srt.lookahead.acceptance_estimate import (
 from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LEAST_GAIN, PRICE_EVERY, Probes, best_tier
-from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 
@@ -33,10 +32,6 @@ class LoadAwareMasks(LengthPolicy):
     """
 
     needs_prices = True
-
-    @staticmethod
-    def tiers(options: RoundOptions) -> tuple[int, ...]:
-        return tuple(range(options.num_steps + 1))
 
     def __init__(self, parts: PolicyParts) -> None:
         assert parts.steps is not None, "Lengths go by prices, and none were measured."
@@ -64,7 +59,7 @@ class LoadAwareMasks(LengthPolicy):
         tried_and_taken = outcome.num_tried, outcome.num_accepted
         alike = Counter(zip(outcome.kinds, *tried_and_taken, strict=True))
         for (kind, tried, taken), count in alike.items():
-            if tried and kind is not None:
+            if taken and kind is not None:
                 self._survival[kind].record(tried - 1, range(taken - 1), count)
 
     def _runs(self, kind: Kind) -> list[float]:

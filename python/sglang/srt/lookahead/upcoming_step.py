@@ -153,9 +153,9 @@ class StepOutcome:
 
     plan: StepPlan
     rows: Sequence[int]  # R rows of the page table
-    # R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is learnt of it.
-    num_tried: Sequence[int]
-    num_accepted: Sequence[int]  # R; where the step was cut some may be a guess
+    num_tried: Sequence[int]  # R counts of tokens that each could accept, 1 without look-ahead
+    # R; where the step was cut some may be a guess. 0: nothing is learnt of it.
+    num_accepted: Sequence[int]
     num_tokens: int = 0  # given to all requests
     num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
     kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
