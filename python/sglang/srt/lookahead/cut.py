@@ -215,15 +215,11 @@ class TileSpec:
         self._gains = dict[tuple[int, int, int, int], float]()
 
     def cut(
-        self,
-        batch: ScheduleBatch,
-        counts: StepCounts,
-        num_drafts: Sequence[int],
-        is_probe: bool = False,
+        self, batch: ScheduleBatch, counts: StepCounts, num_drafts: Sequence[int]
     ) -> tuple[StepCounts, bool]:
         """Returns the counts of a step with the rows that pay, or those of all drafts, and whether
         their scores are wanted. Called once for each step that has drafts, when all before it have
-        been launched; a probe tries them, whatever they are thought to be worth."""
+        been launched."""
         kv_lens = batch.kv_lens_before[batch.num_prompts :]
         num_plain = num_drafts.count(0) - batch.num_prompts  # of those that decode
         case = StepCase(len(kv_lens), sum(kv_lens), num_plain=num_plain)
@@ -231,15 +227,13 @@ class TileSpec:
         table = self.table(case, max(num_drafts), prompt_rows)
         if table.most_gain <= LEAST_GAIN and self._fixed is None:
             return counts, False
-        if is_probe:
-            return counts, True
         num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
-        num_rows = room = counts.num_rows
         if num_cut:
-            room = self._room(len(counts.q_lens), max(counts.q_lens), num_rows - num_cut)
-        if room < num_rows:  # else padding would take the rows
-            num_reads = counts.num_reads - (num_rows - room)
-            counts = replace(counts, packed=PackedSize(room, num_reads))
+            num_rows, num_reqs = counts.num_rows, len(counts.q_lens)
+            room = self._room(num_reqs, max(counts.q_lens), num_rows - num_cut)
+            if room < num_rows:  # else padding would take the rows
+                num_reads = counts.num_reads - (num_rows - room)
+                counts = replace(counts, packed=PackedSize(room, num_reads))
         return counts, True
 
     def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
@@ -345,9 +339,8 @@ class TileSpec:
 
     def _learn(self) -> None:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
-        untold, self._untold = self._untold, []
-        self._chances = None
-        scores, rows, *numbers, paths = zip(*untold, strict=True)
+        scores, rows, *numbers, paths = zip(*self._untold, strict=True)
+        self._untold, self._chances = [], None
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
         chains = np.concatenate(

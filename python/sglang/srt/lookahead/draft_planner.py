@@ -112,8 +112,9 @@ class DraftPlanner(Planner):
         num_drafted_for, self._num_drafted_for, next_length = self._num_drafted_for, 0, 0
         counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
         if self.tile_spec is not None and most:
-            is_probe = most > options.num_drafts(draft_length)
-            counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts, is_probe)
+            cut_counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts)
+            if most <= options.num_drafts(draft_length):  # a probe tries all, whatever their worth
+                counts = cut_counts
         budget = self._budget(batch, lens or ())
         if budget is not None:
             next_length, self._num_drafted_for = budget.limit - 1, batch.emits.count(True)
@@ -155,13 +156,9 @@ class DraftPlanner(Planner):
         matches = {0: len(old)}
         if self.policy.reads_matches:
             matches = Counter([class_of(match_lens[row]) for row in old])
-        wishes = [
-            (self._new, len(new)),
-            *[(self._old[match], count) for match, count in matches.items()],
-            (PLAIN, len(groups[1]) - len(old)),
-            (PLAIN_NEW, len(groups[0]) - len(new)),
-        ]
-        emitting = {request: count for request, count in wishes if count}
+        emitting = {self._new: len(new)}
+        emitting |= {self._old[match]: count for match, count in matches.items()}
+        emitting |= {PLAIN: len(groups[1]) - len(old), PLAIN_NEW: len(groups[0]) - len(new)}
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(new + old)
         return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
 

@@ -89,8 +89,6 @@ class LoadAwareMasks(LengthPolicy):
     def _share_with_drafts(self, kind: Kind, k: int) -> float:
         """Returns the share of verified requests of a kind that have drafts when they predict k
         tokens per step."""
-        if k == 1:
-            return 1.0
         if (kind, k) not in self._shares:
             self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k - 1)[-2:])
         return self._shares[kind, k]

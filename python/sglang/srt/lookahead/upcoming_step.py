@@ -127,7 +127,7 @@ class UpcomingStep:
             length = min(k, limit) if is_adjustable else k
             pending = min(pending, 1) + length - 1 if is_steady else pending
             num_rows = count * (pending + length - 1)
-            if self.is_packed and can_be_cut and kind is not None and share is not None:
+            if self.is_packed and can_be_cut and kind is not None and share and pending > 1:
                 chance = share(kind, pending)
                 likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
                 num_rows = count * length + math.ceil(min(count, likely) * (pending - 1))
