@@ -36,11 +36,10 @@ Scores = NDArray[np.float32]  # see `Confidence.drafts`
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
 BIN_TRIALS = 256.0  # that each bin remembers
-TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
 PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
-SCORE_STEPS = 4  # after this many steps scores are read anew
+SCORE_STEPS = 4  # after this many steps with scores they are read, and chances learnt, anew
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
@@ -203,12 +202,10 @@ class TileSpec:
         self._calibration = Calibration()
         # Steps that it has not heard of: scores of all rows, their rows, drafts fed, tokens, paths.
         self._untold = list[tuple[Scores, ArrayLike, Sequence[int], list[int], list[list[int]]]]()
-        self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        self._chances: Floats | None = None  # likewise, by these scores
-        self._right = dict[int, Floats]()  # by these scores; see `_expected`
+        self._chances: Floats | None = None  # [D, S], of the drafts of a step read lately
+        self._right = dict[int, Floats]()  # by these chances; see `_expected`
         self._lots = random.Random(0)
-        # Steps that were read, those of them with scores, and of these those that fed drafts.
-        self._num_read = self._num_scored = self._num_told = 0
+        self._num_read = self._num_scored = 0  # steps, and those of them with scores
         # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
         # they were looked at last.
         self._known = dict[tuple[int, int, int, int], LatencyTable]()
@@ -274,14 +271,14 @@ class TileSpec:
         most = sum(num_drafts)
         if self._fixed is not None:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
-        if self._scores is None:
+        if self._chances is None:
             return most
         return best_cut(self._expected(max(num_drafts)), most, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
         `num_drafts`, by those of rounds that verify all; beside these rows of prompts alone."""
-        if self._scores is None or num_drafts == 0:
+        if self._chances is None or num_drafts == 0:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
@@ -303,9 +300,7 @@ class TileSpec:
     def _expected(self, longest: int) -> Floats:
         """See `expected_right`; of the first `longest` drafts of the chains that were read."""
         if longest not in self._right:
-            if self._chances is None:
-                assert self._scores is not None, "They were read."
-                self._chances = self._calibration.predict(self._scores)
+            assert self._chances is not None, "Scores were read."
             self._right[longest] = expected_right(self._chances[:, :longest])
         return self._right[longest]
 
@@ -325,22 +320,20 @@ class TileSpec:
         scores, rows = record.scores.read()[0].numpy(), record.rows
         if result.num_drafts and not self._has_trees:
             self._continue(accepted, result.num_drafts, record, scores)
-        if any(fed := result.num_drafts or num_drafts):
-            self._untold.append((scores, rows, fed, taken, result.paths))
-            if self._num_told % TOLD_ANEW == 0:
-                self._learn()
-            self._num_told += 1
+        fed = result.num_drafts or num_drafts
+        self._untold.append((scores, rows, fed, taken, result.paths))
         if self._num_scored % SCORE_STEPS == 0:
+            self._learn()
             chains = scores.take([*compress(rows, num_drafts)], 0)[:, : max(num_drafts)]
-            self._scores = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
-            self._chances, self._right = None, {}
+            told = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
+            self._chances, self._right = self._calibration.predict(told), {}
         self._num_scored += 1
         return accepted
 
     def _learn(self) -> None:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
         scores, rows, *numbers, paths = zip(*self._untold, strict=True)
-        self._untold, self._chances = [], None
+        self._untold = []
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
         chains = np.concatenate(
