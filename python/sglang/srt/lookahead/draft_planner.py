@@ -109,22 +109,20 @@ class DraftPlanner(Planner):
         # A request has no drafts while it feeds its prompt.
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
         most, options, draft_length = max(num_drafts), self._options, self.policy.settled
-        num_drafted_for, self._num_drafted_for, next_length = self._num_drafted_for, 0, 0
+        num_drafted_for, self._num_drafted_for = self._num_drafted_for, 0
         counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
         if self.tile_spec is not None and most:
             cut_counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts)
             if most <= options.num_drafts(draft_length):  # a probe tries all, whatever their worth
                 counts = cut_counts
         budget = self._budget(batch, lens or ())
-        if budget is not None:
-            next_length, self._num_drafted_for = budget.limit - 1, batch.emits.count(True)
         max_accepted = 1 + min(most, options.max_confirmed or most)
-        next_drafts = self._next_drafts(batch, max_accepted, next_length)
+        next_drafts = self._next_drafts(batch, max_accepted, budget.limit - 1)
         self._num_pending_drafts.update(zip(batch.rows, next_drafts, strict=True))
         left_out: tuple[Sequence[int], ...] = (), (), ()
         if self._left_out is not None:
             # A step of chunks alone has no decodes, which are what the head delays.
-            rests = budget is not None and budget.rests and most == max(next_drafts) == 0
+            rests = budget.rests and most == max(next_drafts) == 0
             left_out = self._left_out.of_step(batch.rows, rests)
         asks_paths = wants_scores or (self.policy.reads_matches and most > 0)
         return StepPlan(
@@ -142,7 +140,7 @@ class DraftPlanner(Planner):
             num_drafted_for=num_drafted_for if batch.num_prompts < len(batch.rows) else None,
         )
 
-    def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
+    def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget:
         """Asks the policy, which hears of steps that emit for a request which takes drafts. These
         are counted by kind, which their next step is taken to have too: nothing is known of the
         match after a prompt, and requests that take no drafts have no kind."""
@@ -152,7 +150,8 @@ class DraftPlanner(Planner):
         if limits:
             new, old = [[row for row in rows if limits.get(row, 1)] for rows in groups]
         if not new and not old:
-            return None
+            return Budget(1)
+        self._num_drafted_for = batch.emits.count(True)
         matches = {0: len(old)}
         if self.policy.reads_matches:
             matches = Counter([class_of(match_lens[row]) for row in old])

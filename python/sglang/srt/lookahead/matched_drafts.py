@@ -36,7 +36,6 @@ class MatchedDrafts(LoadAwareDrafts):
     """The tier that gives most tokens per millisecond, by the matches of the requests at hand."""
 
     reads_matches = True
-    may_rest = False
     least_gain = 0.03  # what is known of a class goes up and down more than what is of all
 
     def __init__(self, parts: PolicyParts) -> None:
