@@ -404,7 +404,7 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
     calibration, counts = Calibration(), [shape.num_drafts] * num_reqs
     with mock.patch.object(cut_module, "Calibration", return_value=calibration):
         rounds = MeasuredRoundPrices(DEAR_ROWS, free, tree=shape)
-        tile_spec = TileSpec(rounds, has_trees=True)
+        tile_spec = TileSpec(rounds)
     for _ in range(150):
         trees = [random_tree(luck, shape.num_drafts) for _ in range(num_reqs)]
         scores, batch = torch.tensor([tree.scores for tree in trees]), batch_of(counts)

@@ -181,19 +181,14 @@ class TileSpec:
         rounds: what whole rounds cost.
         packs_in_graphs: packed steps replay graphs. If not, they are priced without.
         fixed: see `RoundOptions.tile_spec_drafts`.
-        has_trees: drafts are trees, each with its nodes in the order of their scores.
     """
 
     def __init__(
-        self,
-        rounds: MeasuredRoundPrices,
-        packs_in_graphs: bool = True,
-        fixed: float | None = None,
-        has_trees: bool = False,
+        self, rounds: MeasuredRoundPrices, packs_in_graphs: bool = True, fixed: float | None = None
     ) -> None:
         self._rounds = self._packed = rounds
         self.spread = rounds.spread
-        self._fixed, self._has_trees = fixed, has_trees
+        self._fixed = fixed
         if not packs_in_graphs:
             extend = replace(rounds.head.extend, find=no_graphs)
             target = replace(rounds.target, find=no_graphs)
@@ -318,7 +313,7 @@ class TileSpec:
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
         scores, rows = record.scores.read()[0].numpy(), record.rows
-        if result.num_drafts and not self._has_trees:
+        if result.num_drafts and not result.paths:
             self._continue(accepted, result.num_drafts, record, scores)
         fed = result.num_drafts or num_drafts
         self._untold.append((scores, rows, fed, taken, result.paths))
@@ -341,7 +336,7 @@ class TileSpec:
         )
         told = bounded_scores(chains[:, : len(places)]).cumprod(axis=1)
         was_fed, confirmed = places <= fed, places < taken
-        if self._has_trees:  # draft j is node j + 1
+        if paths[0]:  # of trees, whose draft j is node j + 1, in the order of scores
             nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
             on_path = np.where(np.arange(nodes.shape[1]) < taken, nodes, 0)
             is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)

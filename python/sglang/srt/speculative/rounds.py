@@ -74,7 +74,7 @@ def planner_of_rounds(
     if options.tile_spec_cache is not None:
         assert prices is not None, "Rows go by prices, and none were measured."
         packs_in_graphs = target.config.capabilities.reads_q_starts
-        tile_spec = TileSpec(prices, packs_in_graphs, options.tile_spec_drafts, options.has_trees)
+        tile_spec = TileSpec(prices, packs_in_graphs, options.tile_spec_drafts)
     policy = options.policy(
         PolicyParts(
             options=options,
