@@ -29,6 +29,7 @@ from sglang.srt.lookahead.load_aware_drafts import (
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.step.price_table import PromptChunk
 from tile_spec_rounds import prices_of
 
 UNVERIFIED = Kind(False, 5)
@@ -77,9 +78,11 @@ def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
         policy, tiers, net_ms, is_fed = policy_type(parts), [0], 0.0, True
         none_right = mock.patch.object(policy, "lengths", return_value=[1.0] * (1 + MOST))
         for prompts in itertools.islice(itertools.cycle(cycle), 160):
-            emitting, beside = Counter({DRAFTING: num_reqs}), (prompts, prompts, int(prompts > 0))
+            emitting, chunks = Counter({DRAFTING: num_reqs}), (PromptChunk(0, prompts),)
             with none_right:
-                budget = policy.choose(UpcomingStep(emitting, 0, *beside, is_fed=is_fed))
+                budget = policy.choose(
+                    UpcomingStep(emitting, 0, int(prompts > 0), chunks, is_fed=is_fed)
+                )
             tiers.append(budget.limit - 1)
             policy.observe(drafted(0, num_reqs, [0] * num_reqs, [0] * num_reqs))
             rests = budget.rests and max(tiers[-2:]) == 0

@@ -73,4 +73,4 @@ def mask_step(
     wishes = EmittingRequest(kind, MASK_K, True, limit)
     emitting = Counter({wishes: num_reqs, EmittingRequest(None, 1, False): num_plain})
     chunks = (PromptChunk(0, prompts),) if prompts else ()
-    return UpcomingStep(emitting, kv_tokens, prompts, prompts, int(prompts > 0), chunks)
+    return UpcomingStep(emitting, kv_tokens, len(chunks), chunks)

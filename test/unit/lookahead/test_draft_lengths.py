@@ -43,6 +43,7 @@ from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
+from sglang.srt.step.price_table import PromptChunk
 from simulated_rounds import ListedRounds
 
 MOST = 7
@@ -305,7 +306,8 @@ def hear(mix: PromptMix, num_tokens: int, num_prompts: int, rows: int, is_full: 
     """Covers a step in which a request decodes."""
     decoding, new = EmittingRequest(Kind(), 2), EmittingRequest(Kind(), 2, pending=0)
     emitting = Counter({decoding: 1, new: num_prompts * (not is_full)})
-    mix.plan(UpcomingStep(emitting, prompt_rows=rows, prompt_reqs=int(is_full)))
+    chunks = (PromptChunk(0, rows),)
+    mix.plan(UpcomingStep(emitting, prompt_reqs=int(is_full), prompts=chunks))
     mix.observe(drafted(0, 1, [0], [num_tokens - 1]))
 
 

@@ -83,8 +83,8 @@ def test_shapes_of_steps_are_those_of_their_requests_one_by_one() -> None:
         requests, kv, limit = drawn_requests(luck), luck.randint(0, 99), luck.randint(1, MAX_K)
         prompt, is_packed = luck.choice([0, 17]), luck.random() < 0.4
         chunks = (PromptChunk(3, prompt),) if prompt else ()
-        beside = prompt, prompt, int(prompt > 0), chunks
-        step = UpcomingStep(Counter(requests), kv, *beside, is_packed=is_packed)
+        num_chunks = len(chunks)
+        step = UpcomingStep(Counter(requests), kv, num_chunks, chunks, is_packed=is_packed)
         all_have, pending = float(luck.random() < 0.5), [each.pending for each in requests]
         lengths = [min(each.k, limit) if each.is_adjustable else each.k for each in requests]
         shape = partial(step.current_shape, limit, lambda kind, k, share=all_have: share)

@@ -34,8 +34,6 @@ class UpcomingStep:
 
     emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)  # how many ask for it
     kv_tokens: int = 0  # tokens with KV of all these requests
-    prompt_rows: int = 0  # prompt tokens fed, in all
-    longest_prompt: int = 0  # and by one request
     prompt_reqs: int = 0  # requests that feed prompt tokens and emit nothing yet
     prompts: tuple[PromptChunk, ...] = ()
     is_packed: bool = False  # the device divides its rows among requests (`Budget.num_rows`)
@@ -43,6 +41,8 @@ class UpcomingStep:
     num_reqs: int = field(init=False)  # those that emit
     num_plain: int = field(init=False)  # of these, who do not look ahead
     num_new: int = field(init=False)  # and who have just fed the end of their prompts
+    prompt_rows: int = field(init=False)  # prompt tokens fed, in all
+    longest_prompt: int = field(init=False)  # and by one request
 
     @classmethod
     def of(
@@ -55,17 +55,14 @@ class UpcomingStep:
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
         split = batch.num_prompts
-        fed, num_fed = batch.requests[:split], batch.num_prompt_tokens[:split]
+        fed = batch.requests[:split]
         new = [each.kv_len_before + each.num_prompt_tokens for each in fed if each.emits]
+        chunks = [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
         return cls(
             emitting=emitting,
             kv_tokens=sum(batch.kv_lens_before[split:]) + sum(new),
-            prompt_rows=sum(num_fed),
-            longest_prompt=max(num_fed, default=0),
             prompt_reqs=split - len(new),
-            prompts=tuple(
-                [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
-            ),
+            prompts=tuple(chunks),
             is_packed=is_packed,
             is_fed=is_fed,
         )
@@ -77,6 +74,8 @@ class UpcomingStep:
             num_plain += count * (request.k == 1)
             num_new += count * (request.pending == 0)
         self.__dict__.update(num_reqs=num_reqs, num_plain=num_plain, num_new=num_new)
+        rows = [chunk.num_rows for chunk in self.prompts]
+        self.__dict__.update(prompt_rows=sum(rows), longest_prompt=max(rows, default=0))
 
     @property
     def cache_key(self) -> Hashable:
