@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import Budget, StepPlan
+from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_masks import LoadAwareMasks
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, PromptChunk
 from sglang.srt.step.step_ops import StepCounts
+from sglang.srt.step.worker import HostResult
 
 MASK_K = 8  # tokens that requests of `mask_step` predict
 
@@ -44,24 +45,23 @@ def drafted(
 ) -> StepOutcome:
     """A step of requests that had drafts, of which some were right. It was chosen for `num_reqs`
     requests, when `tier` was settled on."""
+    taken = [1 + count for count in right]
     return StepOutcome(
-        plan=plan_of(tier, num_reqs),
-        rows=range(len(drafts)),
+        record=StepRecord(rows=range(len(drafts)), plan=plan_of(tier, num_reqs)),
+        result=HostResult([[]] * len(taken), taken, taken, num_drafts=[*fed]),
         num_tried=[1 + count for count in drafts],
-        num_accepted=[1 + count for count in right],
-        num_tokens=len(right) + sum(right),
-        num_fed=fed,
+        num_accepted=taken,
     )
 
 
 def predicted(budget: Budget, kind: Kind | None, pairs: Sequence[tuple[int, int]]) -> StepOutcome:
     """A step of requests that could accept so many tokens, and did accept so many."""
-    count = len(pairs)
+    count, given = len(pairs), [taken for _, taken in pairs]
     return StepOutcome(
-        plan=plan_of(budget.limit),
-        rows=range(count),
+        record=StepRecord(rows=range(count), plan=plan_of(budget.limit)),
+        result=HostResult([[]] * count, given, given),
         num_tried=[tried for tried, _ in pairs],
-        num_accepted=[taken for _, taken in pairs],
+        num_accepted=given,
         kinds=[kind] * count,
     )
 

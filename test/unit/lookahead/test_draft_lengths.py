@@ -253,7 +253,8 @@ def taught(
             paths.append([0, *(1 + place for place, is_right in enumerate(right) if is_right)])
         step = drafted(MOST, 8, most, [len(path) - 1 for path in paths], fed=most)
         kinds = [Kind(match=kind)] * 8
-        policy.observe(replace(step, kinds=kinds, paths=paths if has_trees else ()))
+        result = replace(step.result, paths=paths if has_trees else [])
+        policy.observe(replace(step, kinds=kinds, result=result))
     return policy
 
 

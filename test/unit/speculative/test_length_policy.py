@@ -50,15 +50,15 @@ def test_the_policy_hears_what_became_of_each_step_it_chose_for(
     params = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     with heard(policy) as outcomes:
         harness.generate([[1, 2], [3]], **params)
-    assert all(outcome.plan.draft_length == 0 for outcome in outcomes)
+    assert all(outcome.record.plan.draft_length == 0 for outcome in outcomes)
     params |= {"mtp_enabled": True, "mtp_k": 4}
     with heard(policy) as outcomes:
         harness.generate([[1, 2]], **params)
     first = outcomes[0]
     assert first.kinds == [None]
     assert (first.num_tried, first.num_accepted) == ([4], [4])
-    assert first.plan.draft_length == 4
-    assert first.rows[0] in range(4)
+    assert first.record.plan.draft_length == 4
+    assert first.record.rows[0] in range(4)
     with heard(policy) as outcomes:
         harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **params)
     assert {outcome.kinds[0] for outcome in outcomes} == {Kind(False, 5)}
@@ -122,7 +122,7 @@ class Alternating(FixedLength):
         return Budget(CHOSEN[-1])
 
     def observe(self, outcome: StepOutcome) -> None:
-        HEARD.append(outcome.plan.draft_length)
+        HEARD.append(outcome.record.plan.draft_length)
 
 
 def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_token(

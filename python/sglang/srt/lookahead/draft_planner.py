@@ -185,14 +185,11 @@ class DraftPlanner(Planner):
             num_drafts = record.plan.num_drafts
             num_accepted = self.tile_spec.observe(record, result)
         outcome = StepOutcome(
-            plan=record.plan,
-            rows=rows,
+            record=record,
+            result=result,
             num_tried=[1 + count for count in num_drafts],
             num_accepted=num_accepted,
-            num_tokens=sum(result.accept_lens),
-            num_fed=result.num_drafts,
             kinds=kinds,
-            paths=result.paths,
         )
         self.policy.observe(outcome)
 

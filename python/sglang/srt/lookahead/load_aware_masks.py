@@ -54,7 +54,7 @@ class LoadAwareMasks(LengthPolicy):
         return Budget(limit, self._num_rows(upcoming, limit) if upcoming.is_packed else None)
 
     def observe(self, outcome: StepOutcome) -> None:
-        if outcome.plan.draft_length == 0:
+        if outcome.record.plan.draft_length == 0:
             return
         tried_and_taken = outcome.num_tried, outcome.num_accepted
         alike = Counter(zip(outcome.kinds, *tried_and_taken, strict=True))

@@ -140,11 +140,10 @@ class MaskPlanner(Planner):
                     tried = 1 + (num_drafts[i] if num_drafts else 0)
             num_tried.append(tried)
         outcome = StepOutcome(
-            plan=record.plan,
-            rows=record.rows,
+            record=record,
+            result=result,
             num_tried=num_tried,
             num_accepted=result.accept_lens,
-            num_tokens=sum(result.accept_lens),
             kinds=[request.kind for request in requests],
         )
         self.policy.observe(outcome)

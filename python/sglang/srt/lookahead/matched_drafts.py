@@ -49,7 +49,8 @@ class MatchedDrafts(LoadAwareDrafts):
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
-        for index, (kind, num_fed) in enumerate(zip(outcome.kinds, outcome.num_fed, strict=False)):
+        fed = zip(outcome.kinds, outcome.result.num_drafts, strict=False)
+        for index, (kind, num_fed) in enumerate(fed):
             if num_fed and kind is not None:
                 self._survival[kind.match].record(num_fed, right_places(outcome, index))
 
@@ -57,7 +58,8 @@ class MatchedDrafts(LoadAwareDrafts):
 def right_places(outcome: StepOutcome, index: int) -> Collection[int]:
     """Returns the places of the drafts of a request that were fed and right: of a tree its nodes
     but the root, counted from 0."""
-    num_right = min(outcome.num_accepted[index] - 1, outcome.num_fed[index])
-    if not outcome.paths:
+    result = outcome.result
+    num_right = min(outcome.num_accepted[index] - 1, result.num_drafts[index])
+    if not result.paths:
         return range(num_right)
-    return [node - 1 for node in outcome.paths[index][1 : 1 + num_right]]
+    return [node - 1 for node in result.paths[index][1 : 1 + num_right]]

@@ -60,8 +60,8 @@ class PromptMix:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Hears how many tokens a step gave, also beyond the ends of requests."""
-        if outcome.plan.num_drafted_for is not None:
-            self._tokens.add(outcome.num_tokens)
+        if outcome.record.plan.num_drafted_for is not None:
+            self._tokens.add(sum(outcome.result.accept_lens))
 
     def cases(self, upcoming: UpcomingStep, pace: float) -> StepCase:
         """Returns what may share a step of these requests, if steps give each of them `pace`

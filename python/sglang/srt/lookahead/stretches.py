@@ -54,8 +54,8 @@ class Stretches:
         """Hears a step; one that feeds a request's prompt, without drafts, ends what was before. Of
         drafts that were not fed it is a guess which were right."""
         begun = begun_right = further = further_right = 0
-        was_full, rows = self._was_full, outcome.rows
-        fed = outcome.num_fed or [tried - 1 for tried in outcome.num_tried]
+        was_full, rows = self._was_full, outcome.record.rows
+        fed = outcome.result.num_drafts or [tried - 1 for tried in outcome.num_tried]
         counts = zip(rows, outcome.num_tried, outcome.num_accepted, fed, strict=True)
         for row, tried, taken, num_fed in counts:
             if tried <= 1:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.step.price_table import PromptChunk, StepShape
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 # Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.
 ShareWithDrafts = Callable[[Kind, int], float]
@@ -150,12 +150,9 @@ class UpcomingStep:
 class StepOutcome:
     """A step of R requests that has been read."""
 
-    plan: StepPlan
-    rows: Sequence[int]  # R rows of the page table
+    record: StepRecord
+    result: HostResult
     num_tried: Sequence[int]  # R counts of tokens that each could accept, 1 without look-ahead
     # R; where the step was cut some may be a guess. 0: nothing is learnt of it.
     num_accepted: Sequence[int]
-    num_tokens: int = 0  # given to all requests
-    num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
     kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
-    paths: Sequence[Sequence[int]] = ()  # see `HostResult`
