@@ -71,7 +71,7 @@ def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
     """Prices each step with its own prompts; a head that rests is fed before it drafts again."""
     plain, fed = measured(can_rest=True), measured()
     luck, num_probes = random.Random(0), 0
-    parts = PolicyParts(options=RoundOptions(MOST), num_rows=60, rounds=measured(can_rest))
+    parts = PolicyParts(options=RoundOptions(MOST), rounds=measured(can_rest))
     parts = replace(parts, feed_ms=plain.feed_ms if can_rest else None)
     cycles = [0, 128], [0, 0, 512], [luck.choice([0, 64, 512]) for _ in range(13)]
     for num_reqs, cycle in itertools.product((16, 60), cycles):

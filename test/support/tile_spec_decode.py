@@ -91,7 +91,7 @@ class Decode:
         self._tile_spec = TileSpec(ROUNDS)
         prices = self._tile_spec
         options = RoundOptions(MAX_DRAFTS)
-        parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
+        parts = PolicyParts(options=options, rounds=prices)
         self._policy = LoadAwareDrafts(parts)
 
     def rate(self, num_rounds: int, num_before: int = 100) -> float:

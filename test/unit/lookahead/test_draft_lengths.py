@@ -192,7 +192,7 @@ def test_rounds_of_any_number_of_drafts_give_what_another_number_has_taught(
     monkeypatch.setattr(stretches, "MEMORY_STEPS", 1e6)
     monkeypatch.setattr(stretches, "PAST_MEMORY", 1e6)
     for begin, stay in TEXTS:
-        found = Stretches(NUM_ROWS)
+        found = Stretches()
         teach(found, num_drafts, drawn_rounds(begin, stay, num_drafts, 400))
         said = found.lengths(MOST)
         assert said == sorted(said)
@@ -206,7 +206,7 @@ def test_rounds_of_any_number_of_drafts_give_what_another_number_has_taught(
 def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_like_all() -> None:
     """New requests are not like those that ran last; what they say is believed at once. Steps
     without drafts leave chances as they are."""
-    found, none = Stretches(NUM_ROWS), [0] * NUM_ROWS
+    found, none = Stretches(), [0] * NUM_ROWS
     teach(found, 7, drawn_rounds(0.9, 0.95, 7, 50))
     before = found.lengths(MOST)
     teach(found, 0, [none] * 5)
@@ -223,7 +223,7 @@ def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_li
 
 def test_a_new_request_begins_after_no_full_round() -> None:
     """Its first draft says where stretches begin, though its row's last request was in one."""
-    one, two = Stretches(1), Stretches(1)
+    one, two = Stretches(), Stretches()
     teach(one, 3, [[3]] * 8)
     teach(two, 3, [[3]] * 8)
     teach(one, 0, [[0]])  # its prompt

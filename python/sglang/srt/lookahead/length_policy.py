@@ -19,7 +19,6 @@ class PolicyParts:
     """The parts that a policy is made of."""
 
     options: RoundOptions
-    num_rows: int = 1  # of the page table
     max_prompt_rows: int = 1  # of a step
     steps: PriceTable | None = None  # None where none were measured
     rounds: RoundPrices | None = None  # of a drafter of drafts; None likewise

@@ -51,7 +51,7 @@ class LoadAwareDrafts(LengthPolicy):
     def __init__(self, parts: PolicyParts) -> None:
         assert parts.rounds is not None, "Tiers go by prices, and none were measured."
         self._rounds, self._adaptive = parts.rounds, parts.options.adaptive
-        self._stretches = Stretches(parts.num_rows)
+        self._stretches = Stretches()
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._graph_size, self._feed_ms = parts.graph_size, parts.feed_ms
         self._tiers = self.tiers(parts.options)

@@ -56,8 +56,7 @@ class LoadAwareMasks(LengthPolicy):
     def observe(self, outcome: StepOutcome) -> None:
         if outcome.record.plan.draft_length == 0:
             return
-        tried_and_taken = outcome.num_tried, outcome.num_accepted
-        alike = Counter(zip(outcome.kinds, *tried_and_taken, strict=True))
+        alike = Counter(zip(outcome.kinds, outcome.num_tried, outcome.num_accepted, strict=True))
         for (kind, tried, taken), count in alike.items():
             if taken and kind is not None:
                 self._survival[kind].record(tried - 1, range(taken - 1), count)

@@ -117,11 +117,8 @@ class MaskPlanner(Planner):
         bounds = compress([0] * split + pending[split:], batch.emits)
         wishes = zip(emitting, bounds, strict=True)
         asked = Counter([(each.kind, each.k, each.is_adjustable, bound) for each, bound in wishes])
-        upcoming = UpcomingStep.of(
-            batch,
-            {EmittingRequest(*each): count for each, count in asked.items()},
-            is_packed=self._config.packs_rows,
-        )
+        kinds = {EmittingRequest(*each): count for each, count in asked.items()}
+        upcoming = UpcomingStep.of(batch, kinds, is_packed=self._config.packs_rows)
         return self.policy.choose(upcoming)
 
     def observe(self, record: StepRecord, result: HostResult) -> None:

@@ -24,6 +24,8 @@ tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from sglang.srt.lookahead.acceptance_estimate import Trials
 from sglang.srt.lookahead.upcoming_step import StepOutcome
 
@@ -40,10 +42,10 @@ MOST_CHANCE = 0.995  # every stretch ends
 class Stretches:
     """Counts, over all requests, how often stretches of right drafts begin and go on."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self) -> None:
         # Of drafts that begin a stretch and of further ones: those of now, and of all that ran.
         self._kinds = (Trials(), Trials()), (Trials(), Trials())
-        self._was_full = [False] * num_rows  # the last round of the request of each row
+        self._was_full = defaultdict[int, bool](bool)  # the last round of the request of each row
 
     def renew(self) -> None:
         """Most requests are new: they are taken to be like all before them."""

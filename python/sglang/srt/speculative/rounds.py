@@ -69,7 +69,7 @@ def planner_of_rounds(
 ) -> DraftPlanner:
     """Makes the planner of a drafter whose options have rounds; prices as `measured_rounds` gave
     them."""
-    target, num_rows = parts.runners.target, parts.runners.memory.table.num_rows
+    target = parts.runners.target
     tile_spec: TileSpec | None = None
     if options.tile_spec_cache is not None:
         assert prices is not None, "Rows go by prices, and none were measured."
@@ -78,7 +78,6 @@ def planner_of_rounds(
     policy = options.policy(
         PolicyParts(
             options=options,
-            num_rows=num_rows,
             max_prompt_rows=parts.runners.max_prompt_rows,
             rounds=tile_spec or prices,
             graph_size=int if target.graph_keys is None else target.graph_keys.decode_size,
