@@ -208,8 +208,6 @@ def drafts_of_requests(
     split, least, slots = batch.num_prompts, max_accepted + num_steps, batch.max_q_lens
     prompts = zip(batch.emits[:split], batch.num_prompt_tokens, slots, strict=False)
     counts = [num_drafts * (emits and fed + num_steps <= most) for emits, fed, most in prompts]
-    if min(slots[split:], default=least) >= least:
-        return counts + [num_drafts] * (len(slots) - split)
     return counts + [num_drafts * (reserved >= least) for reserved in slots[split:]]
 
 

@@ -32,7 +32,7 @@ class MatchConfidence:
         num_rows: of the token table, padding included; `padding_row` teaches nothing.
         max_drafts: D.
         bounds: ascending; the greatest score of each class but the last one.
-        priors: chances of the C classes before anything is known; None: PRIOR_CONFIDENCE each.
+        priors: chances of the C classes before anything is known, or one of each.
     """
 
     def __init__(
@@ -42,12 +42,10 @@ class MatchConfidence:
         padding_row: int,
         device: torch.device,
         bounds: Sequence[float] = LONGEST_OF_CLASS,
-        priors: Sequence[float] | None = None,
+        priors: Sequence[float] = (PRIOR_CONFIDENCE,),
     ) -> None:
-        values = priors or [PRIOR_CONFIDENCE] * (1 + len(bounds))
-        assert len(values) == 1 + len(bounds), "One of each class."
-        prior = to_device(values, device, torch.float32)[:, None]
-        self._prior_right = PRIOR_TRIALS * prior.repeat(1, max_drafts)
+        prior = to_device(priors, device, torch.float32)[:, None]
+        self._prior_right = PRIOR_TRIALS * prior.expand(1 + len(bounds), max_drafts)
         self.tried, self.right = torch.zeros((2, *self._prior_right.shape), device=device)
         self._classes = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._bounds = to_device(bounds, device, torch.tensor(bounds).dtype)

@@ -22,8 +22,7 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     """Returns prices of rounds, of which those of the drafter's model are measured here or taken
     from the cache; None where nothing goes by them. The model rests if it may and can."""
     rounds: RoundOptions = parts.options.rounds
-    target_prices = parts.prices
-    if not rounds.needs_prices or target_prices is None:
+    if not rounds.needs_prices or parts.prices is None:
         return None
     head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
     width = 1 + rounds.num_steps
@@ -31,12 +30,12 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     if rounds.tile_spec_cache is None:
         prices = measure()
     else:
-        ends = cliffs(target_prices) or "no number of"
+        ends = cliffs(parts.prices) or "no number of"
         logger.info("--tile-spec: steps take far longer after %s rows.", ends)
         folder = folder_of(rounds.tile_spec_cache, parts.runners.target)
         prices = TileSpecProfiler(folder, head, parts.runners.target).head(measure)
     return MeasuredRoundPrices(
-        target_prices,
+        parts.prices,
         prices,
         tree=rounds.tree,
         max_requests=num_rows,
