@@ -315,8 +315,7 @@ class TileSpec:
         scores, rows = record.scores.read()[0].numpy(), record.rows
         if result.num_drafts and not result.paths:
             self._continue(accepted, result.num_drafts, record, scores)
-        fed = result.num_drafts or num_drafts
-        self._untold.append((scores, rows, fed, taken, result.paths))
+        self._untold.append((scores, rows, result.num_drafts or num_drafts, taken, result.paths))
         if self._num_scored % SCORE_STEPS == 0:
             self._learn()
             chains = scores.take([*compress(rows, num_drafts)], 0)[:, : max(num_drafts)]

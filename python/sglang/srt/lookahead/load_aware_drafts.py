@@ -130,9 +130,8 @@ class Probes:
         most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
         self._left_ms = min(self._left_ms + share * cost, most_ms)
-        chance = (
-            lengths[best] - lengths[best - 1] if best else 1.0
-        )  # that the best tier's are right
+        # That the best tier's drafts are right.
+        chance = lengths[best] - lengths[best - 1] if best else 1.0
         least = lengths[best] / cost * (1 + self.least_gain)
         hopeful = [
             tier

@@ -135,15 +135,11 @@ class UpcomingStep:
             read += num_rows if can_be_cut else count * length
             widest = max(widest, pending + length - 1)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
-        alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
         if not with_prompts:
-            return alone
-        return alone._replace(
-            num_reqs=reqs + self.prompt_reqs,
-            widest=max(widest, self.longest_prompt),
-            num_rows=rows + self.prompt_rows,
-            prompts=self.prompts,
-        )
+            return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
+        reqs, rows = reqs + self.prompt_reqs, rows + self.prompt_rows
+        widest = max(widest, self.longest_prompt)
+        return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv, self.prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
