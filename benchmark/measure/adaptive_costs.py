@@ -49,7 +49,7 @@ from benchmark.one_batch import (
 from sglang.srt.environ import Environ
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.adaptive_config import PRESETS, read_adaptive_config
-from sglang.srt.lookahead.contract import Budget, StepPlan
+from sglang.srt.lookahead.contract import Budget, StepPlan, StepRecord
 from sglang.srt.lookahead.ema import AdaptiveController
 from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
@@ -66,7 +66,7 @@ from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.rounds import measured_rounds, planner_of_rounds
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.step_ops import StepCounts
-from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch, Worker
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 
 TIERS = (0, 1, 3, 7)
 PAIRS = ((0, 1), (1, 3), (3, 7), (0, 7))  # between which steps switch
@@ -100,7 +100,7 @@ class ScheduledTier:
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self._number += 1
         self.settled = self.turns[self._number % len(self.turns)]
-        return Budget(1 + self.settled, settled=self.settled)
+        return Budget(1 + self.settled)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learns nothing."""
@@ -181,12 +181,12 @@ def policy_us(policy: LengthPolicy, size: int) -> float:
         budget = policy.choose(upcoming)
         middle = time.perf_counter_ns()
         accepted = [1 + ((index + number) % 2 if budget.limit > 1 else 0) for index in rows]
+        plan = StepPlan(counts=counts, draft_length=policy.settled, num_drafted_for=size)
         outcome = StepOutcome(
-            plan=StepPlan(counts=counts, draft_length=budget.settled, num_drafted_for=size),
-            rows=rows,
+            record=StepRecord(rows=rows, plan=plan),
+            result=HostResult([[]] * size, accepted, accepted),
             num_tried=[budget.limit] * size,
             num_accepted=accepted,
-            num_tokens=sum(accepted),
         )
         before = time.perf_counter_ns()
         policy.observe(outcome)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from policy_steps import plan_of
+from policy_steps import drafted
 from sglang.srt.lookahead.acceptance_estimate import Kind
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts, class_of
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
-from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
 from simulated_rounds import LAG, right_drafts
 
 MAX_DRAFTS, PLAIN_MS = 11, 4.4
@@ -87,19 +87,11 @@ class Decoding:
 
     def _read(self, requests: list[tuple[int, int, list[int]]]) -> None:
         lens, fed, rights = zip(*requests, strict=True)
-        taken = [1 + len(right) for right in rights]
-        self.policy.observe(
-            StepOutcome(
-                plan=plan_of(0, self.num_reqs),
-                rows=range(self.num_reqs),
-                num_tried=[1 + count for count in fed],
-                num_accepted=taken,
-                num_tokens=sum(taken),
-                num_fed=fed,
-                kinds=[kind_of(length) for length in lens],
-                paths=[[0, *(1 + place for place in right)] for right in rights],
-            )
-        )
+        kinds = [kind_of(length) for length in lens]
+        paths = [[0, *(1 + place for place in right)] for right in rights]
+        outcome = drafted(0, self.num_reqs, fed, [len(right) for right in rights], fed)
+        result = replace(outcome.result, paths=paths)
+        self.policy.observe(replace(outcome, result=result, kinds=kinds))
 
     def _right(self, match_len: int, repeats: bool) -> list[int]:
         """Places of the drafts that are right, of those that are fed."""

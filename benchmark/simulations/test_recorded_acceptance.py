@@ -31,7 +31,7 @@ class Fixed(LoadAwareDrafts):
         self.settled = tier
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(1 + self.settled, settled=self.settled)
+        return Budget(1 + self.settled)
 
     def observe(self, outcome: StepOutcome) -> None:
         pass
@@ -75,7 +75,7 @@ def test_it_is_as_fast_as_the_best_fixed_number(text: str, num_reqs: int) -> Non
         served.run(costs_ms, LEAD_TOKENS, lambda step: 0.0)
         return 1 / served.run(costs_ms, COUNTED_TOKENS, lambda step: 0.0).ms_per_token
 
-    policy = LoadAwareDrafts(PolicyParts(options=OPTIONS, num_rows=num_reqs, rounds=prices))
+    policy = LoadAwareDrafts(PolicyParts(options=OPTIONS, rounds=prices))
     # Where a draft more or less gains nothing, a short memory costs some percent.
     least = 0.93 if (text, num_reqs) == ("unpredictable 2008", 128) else 0.985
     best = max(speed(Fixed(tier)) for tier in TIERS)

@@ -87,7 +87,7 @@ def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequenc
 def without_head(load: Load, text: Text) -> float:
     served = ServedRounds(load, text, BY_LOAD, can_rest=True)
     policy = SimpleNamespace(
-        choose=lambda upcoming: Budget(1, rests=True), observe=id, reads_matches=False
+        choose=lambda upcoming: Budget(1, rests=True), observe=id, reads_matches=False, settled=0
     )
     with mock.patch.object(served.planner, "policy", policy):
         return served.rate(800, 200)

@@ -27,7 +27,6 @@ CHANCES = [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 def load_aware(num_reqs: int, costs_ms: tuple[float, ...]) -> Decoding:
     parts = PolicyParts(
         options=RoundOptions(len(costs_ms) - 1),
-        num_rows=num_reqs,
         rounds=ListedRounds({num_reqs: costs_ms}),
     )
     return Decoding(LoadAwareDrafts(parts), num_reqs)

@@ -29,6 +29,7 @@ from sglang.srt.lookahead.load_aware_drafts import (
 from sglang.srt.lookahead.matched_drafts import MatchedDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
+from sglang.srt.step.price_table import PromptChunk
 from tile_spec_rounds import prices_of
 
 UNVERIFIED = Kind(False, 5)
@@ -70,16 +71,18 @@ def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
     """Prices each step with its own prompts; a head that rests is fed before it drafts again."""
     plain, fed = measured(can_rest=True), measured()
     luck, num_probes = random.Random(0), 0
-    parts = PolicyParts(options=RoundOptions(MOST), num_rows=60, rounds=measured(can_rest))
+    parts = PolicyParts(options=RoundOptions(MOST), rounds=measured(can_rest))
     parts = replace(parts, feed_ms=plain.feed_ms if can_rest else None)
     cycles = [0, 128], [0, 0, 512], [luck.choice([0, 64, 512]) for _ in range(13)]
     for num_reqs, cycle in itertools.product((16, 60), cycles):
         policy, tiers, net_ms, is_fed = policy_type(parts), [0], 0.0, True
         none_right = mock.patch.object(policy, "lengths", return_value=[1.0] * (1 + MOST))
         for prompts in itertools.islice(itertools.cycle(cycle), 160):
-            emitting, beside = Counter({DRAFTING: num_reqs}), (prompts, prompts, int(prompts > 0))
+            emitting, chunks = Counter({DRAFTING: num_reqs}), (PromptChunk(0, prompts),)
             with none_right:
-                budget = policy.choose(UpcomingStep(emitting, 0, *beside, is_fed=is_fed))
+                budget = policy.choose(
+                    UpcomingStep(emitting, 0, int(prompts > 0), chunks, is_fed=is_fed)
+                )
             tiers.append(budget.limit - 1)
             policy.observe(drafted(0, num_reqs, [0] * num_reqs, [0] * num_reqs))
             rests = budget.rests and max(tiers[-2:]) == 0

@@ -40,7 +40,7 @@ class JumpingTier:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self.settled = self._choose()
-        return Budget(1 + self.settled, settled=self.settled, rests=self.rests)
+        return Budget(1 + self.settled, rests=self.rests)
 
     def _choose(self) -> int:
         if self._num_plain:
@@ -54,7 +54,7 @@ class JumpingTier:
         pairs = zip(outcome.num_tried, outcome.num_accepted, strict=True)
         verified = [(tried - 1, taken - 1) for tried, taken in pairs if tried > 1]
         assert all(0 <= right <= count for count, right in verified)
-        num_reqs, tier = outcome.plan.num_drafted_for, outcome.plan.draft_length
+        num_reqs, tier = outcome.record.plan.num_drafted_for, outcome.record.plan.draft_length
         if num_reqs is None:
             assert not verified
             return

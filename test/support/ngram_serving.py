@@ -14,7 +14,7 @@ from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
 from sglang.srt.speculative.drafter_options import DrafterConfig
-from sglang.srt.speculative.ngram_confidence import Trials
+from sglang.srt.speculative.ngram_confidence import MatchConfidence
 from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory
 from sglang.srt.speculative.ngram_texts import joined_texts
 from sglang.srt.step.price_table import PriceTable
@@ -53,10 +53,10 @@ def ngram_config(
     return DrafterConfig("ngram", config)
 
 
-def learnt(harness: Drafted) -> Trials:
+def learnt(harness: Drafted) -> MatchConfidence:
     """Returns what the drafter has counted on the device."""
-    trials: Trials = harness.drafter._chains.trials
-    return trials
+    chains: MatchConfidence = harness.drafter._chains
+    return chains
 
 
 class Served(Drafted):

@@ -20,7 +20,7 @@ from sglang.srt.lookahead.contract import Budget
 from sglang.srt.lookahead.length_policy import LengthPolicy
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, StepOutcome, UpcomingStep
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.step.price_table import Curve, PriceTable
+from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk
 
 MAX_K = 8
 UNVERIFIED, VERIFIED = Kind(False, 9), Kind(True, 0)
@@ -178,9 +178,8 @@ class Simulation:
                 EmittingRequest(self._kind, MAX_K, True, pending) for _, pending in emitting
             ),
             kv_tokens=sum(request.num_kv for request, _ in emitting),
-            prompt_rows=sum(chunks),
-            longest_prompt=max(chunks, default=0),
             prompt_reqs=num_reading,
+            prompts=tuple(PromptChunk(0, count) for count in chunks),
         )
         budget = Budget(1)
         if emitting:

@@ -14,12 +14,12 @@ from policy_steps import drafted, drafting_step
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.lookahead.contract import StepPlan, StepRecord
 from sglang.srt.lookahead.cut import TileSpec
-from sglang.srt.lookahead.draft_planner import counts_of_drafts
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable, no_graphs
+from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import BatchRequest, HostResult, ScheduleBatch
 
 # Milliseconds of a step by rows: all products, which were measured up to 576 rows, and 0.6 more.
@@ -91,7 +91,7 @@ class Decode:
         self._tile_spec = TileSpec(ROUNDS)
         prices = self._tile_spec
         options = RoundOptions(MAX_DRAFTS)
-        parts = PolicyParts(options=options, num_rows=num_reqs, rounds=prices)
+        parts = PolicyParts(options=options, rounds=prices)
         self._policy = LoadAwareDrafts(parts)
 
     def rate(self, num_rounds: int, num_before: int = 100) -> float:
@@ -103,7 +103,7 @@ class Decode:
         for number in range(-num_before, num_rounds):
             told = self._text.confidences(self._rng, self._num_reqs)
             self._confidence.copy_(torch.from_numpy(told))
-            tier, settled = budget.limit - 1, budget.settled
+            tier, settled = budget.limit - 1, self._policy.settled
             record, fed = self._fed(told, tier)
             right = self._rng.random(told.shape) < told**self._text.power
             taken = [1 + int(right[i, :count].cumprod().sum()) for i, count in enumerate(fed)]
@@ -136,7 +136,7 @@ class Decode:
 
 def cut_plan(tile_spec: TileSpec, batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepPlan:
     """Plans a step that feeds so many drafts of each request, with the rows that pay."""
-    counts, wants_scores = counts_of_drafts(batch, num_drafts), False
+    counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
     if any(num_drafts):
         counts, wants_scores = tile_spec.cut(batch, counts, num_drafts)
     return StepPlan(counts=counts, num_drafts=num_drafts, wants_scores=wants_scores)

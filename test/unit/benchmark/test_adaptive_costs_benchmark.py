@@ -67,7 +67,7 @@ class RecordingPolicy:
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
         self.sizes.append(upcoming.num_reqs)
-        return Budget(3, settled=2)
+        return Budget(3)
 
     def observe(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
@@ -86,7 +86,7 @@ def test_a_policy_is_told_of_all_requests_of_each_round() -> None:
     assert {*policy.sizes} == {3}
     assert len(policy.outcomes) == len(policy.sizes)
     for outcome in policy.outcomes:
-        assert (outcome.plan.draft_length, outcome.plan.num_drafted_for) == (2, 3)
+        assert (outcome.record.plan.draft_length, outcome.record.plan.num_drafted_for) == (2, 3)
         assert outcome.num_tried == [3, 3, 3]
     assert {taken for each in policy.outcomes for taken in each.num_accepted} == {1, 2}
 

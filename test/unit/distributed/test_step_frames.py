@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.layers.logprobs import LogprobQueries
-from sglang.srt.lookahead.contract import Budget, StepPlan
+from sglang.srt.lookahead.contract import StepPlan
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.step_ops import PackedSize, StepCounts
@@ -58,7 +58,6 @@ PLAN = StepPlan(
     left_out=range(1),
     without_model=[1],
     fed_again=[3],
-    budget=Budget(3, 8, settled=2, rests=True),
 )
 
 

@@ -213,14 +213,14 @@ def test_tables_have_the_graphs_that_a_step_may_replay_and_what_their_rows_see()
     """Each token of KV is read by the target and the head over so many rows, then by two draft
     steps over one row of each request. Uniform graphs serve steps of all drafts alone."""
     rounds, kv_tokens = with_graphs(GraphSupport.RAGGED_Q), 64_000
-    tables = TileSpec(rounds, packs_in_graphs=True)
-    without, with_kv = (tables.table(StepCase(64, kv), DEPTH) for kv in (0, kv_tokens))
+    cases = StepCase(64), StepCase(64, kv_tokens)
+    without, with_kv = (TileSpec(rounds).table(case, DEPTH) for case in cases)
     assert without.rows == (96, 128, 160, 192, 224, 256)
     assert without.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
     each = [2 * (1e-6 + 1e-7 * rows / 64) + 2 * (1e-6 + 1e-7) for rows in without.rows]
     more = np.subtract(with_kv.costs_ms, without.costs_ms)
     assert more == pytest.approx([kv_tokens * kv_ms for kv_ms in each])
-    few = tables.table(StepCase(5), 1)
+    few = TileSpec(rounds).table(StepCase(5), 1)
     assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
     assert few.most_gain == 0.0, "one graph serves any number of them"
     launched = TileSpec(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
@@ -404,7 +404,7 @@ def test_chances_of_nodes_are_learnt_from_confirmed_paths(power: float) -> None:
     calibration, counts = Calibration(), [shape.num_drafts] * num_reqs
     with mock.patch.object(cut_module, "Calibration", return_value=calibration):
         rounds = MeasuredRoundPrices(DEAR_ROWS, free, tree=shape)
-        tile_spec = TileSpec(rounds, has_trees=True)
+        tile_spec = TileSpec(rounds)
     for _ in range(150):
         trees = [random_tree(luck, shape.num_drafts) for _ in range(num_reqs)]
         scores, batch = torch.tensor([tree.scores for tree in trees]), batch_of(counts)

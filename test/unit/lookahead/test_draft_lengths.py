@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 
 from policy_steps import drafted, drafting_step
-from served_rounds import batch_of
 from served_rounds import rounds as measured
 from sglang.srt.lookahead import stretches
 from sglang.srt.lookahead.acceptance_estimate import Kind
@@ -28,9 +27,9 @@ from sglang.srt.lookahead.load_aware_drafts import (
     PROBE_SHARE,
     REST_AFTER,
     LoadAwareDrafts,
+    Probes,
     RestRule,
     best_tier,
-    hopeful_tiers,
 )
 from sglang.srt.lookahead.matched_drafts import (
     LONGEST_OF_CLASS,
@@ -39,11 +38,12 @@ from sglang.srt.lookahead.matched_drafts import (
     MatchedDrafts,
     class_of,
 )
-from sglang.srt.lookahead.prompt_mix import MAX_NUMBERS, MEMORY_STEPS, ROW_GRAIN, PromptMix, case_of
+from sglang.srt.lookahead.prompt_mix import MAX_NUMBERS, MEMORY_STEPS, ROW_GRAIN, PromptMix
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.stretches import Stretches
 from sglang.srt.lookahead.upcoming_step import EmittingRequest, UpcomingStep
+from sglang.srt.step.price_table import PromptChunk
 from simulated_rounds import ListedRounds
 
 MOST = 7
@@ -67,11 +67,13 @@ def test_the_best_tier_is_that_of_a_search() -> None:
         assert rates[best] == max(rates)
         assert best_tier(lengths, costs, gain) == best * (rates[best] > rates[0] * (1 + gain))
         chance = lengths[best] - lengths[best - 1] if best else 1.0
-        assert hopeful_tiers(lengths, costs, best, gain) == [
-            tier
+        hopeful = {
+            costs[tier]: tier
             for tier in range(best + 1, 6)
             if (lengths[best] + chance * (tier - best)) / costs[tier] > rates[best] * (1 + gain)
-        ]
+        }
+        probed = hopeful[min(hopeful)] if hopeful else best
+        assert Probes(gain).tier(best, lengths, costs) == probed
     assert best_tier([1.0, 1.5, 2.0], {0: 2.0, 1: 3.0, 2: 4.0}) == 0
     assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
 
@@ -88,7 +90,8 @@ def test_the_number_of_drafts_counts_what_all_requests_cost_and_gain() -> None:
             policy = LoadAwareDrafts(PolicyParts(options=options, rounds=measured()))
             step = UpcomingStep(Counter({DRAFTING: num_drafting, PLAIN: num_plain}))
             with mock.patch.object(Stretches, "lengths", return_value=LENGTHS):
-                found = policy.choose(step).settled
+                policy.choose(step)
+            found = policy.settled
             assert found == best_tier(tokens, costs, LEAST_GAIN)
             seen.add((num_drafting, found))
     assert len(seen) > 10
@@ -121,7 +124,8 @@ def test_a_head_rests_after_some_idle_steps_and_is_fed_before_it_drafts_again() 
         has_context = renewed > last_rest or number - 1 - last_rest >= CONTEXT_STEPS
         assert rule.num_steps_to_feed(True) == 0
         assert (rule.num_steps_to_feed(False) == 0) == has_context
-        assert rule.step(wants, is_fed) == (is_fed or has_context)
+        assert (rule.num_steps_to_feed(is_fed) == 0) == (is_fed or has_context)
+        rule.step(wants)
         wanted.append(wants)
         assert rule.rests == (not any(wanted[-REST_AFTER:]))
         last_rest = number if rule.rests else last_rest
@@ -145,7 +149,8 @@ def test_tiers_reach_from_none_to_all_or_are_those_that_a_batch_may_have() -> No
     with mock.patch.object(Stretches, "lengths", return_value=[1.0, 1.9, 2.7, 3.4]):
         policy = LoadAwareDrafts(PolicyParts(options=options, rounds=prices))
         for num_reqs, tier in ((1, 3), (8, 1), (32, 1)):
-            assert policy.choose(drafting_step(num_reqs)).settled == tier
+            policy.choose(drafting_step(num_reqs))
+            assert policy.settled == tier
 
 
 # ---------------------------------------------------------------- what was right
@@ -187,7 +192,7 @@ def test_rounds_of_any_number_of_drafts_give_what_another_number_has_taught(
     monkeypatch.setattr(stretches, "MEMORY_STEPS", 1e6)
     monkeypatch.setattr(stretches, "PAST_MEMORY", 1e6)
     for begin, stay in TEXTS:
-        found = Stretches(NUM_ROWS)
+        found = Stretches()
         teach(found, num_drafts, drawn_rounds(begin, stay, num_drafts, 400))
         said = found.lengths(MOST)
         assert said == sorted(said)
@@ -201,7 +206,7 @@ def test_rounds_of_any_number_of_drafts_give_what_another_number_has_taught(
 def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_like_all() -> None:
     """New requests are not like those that ran last; what they say is believed at once. Steps
     without drafts leave chances as they are."""
-    found, none = Stretches(NUM_ROWS), [0] * NUM_ROWS
+    found, none = Stretches(), [0] * NUM_ROWS
     teach(found, 7, drawn_rounds(0.9, 0.95, 7, 50))
     before = found.lengths(MOST)
     teach(found, 0, [none] * 5)
@@ -218,7 +223,7 @@ def test_text_that_changes_is_believed_within_some_steps_and_new_requests_are_li
 
 def test_a_new_request_begins_after_no_full_round() -> None:
     """Its first draft says where stretches begin, though its row's last request was in one."""
-    one, two = Stretches(1), Stretches(1)
+    one, two = Stretches(), Stretches()
     teach(one, 3, [[3]] * 8)
     teach(two, 3, [[3]] * 8)
     teach(one, 0, [[0]])  # its prompt
@@ -248,7 +253,8 @@ def taught(
             paths.append([0, *(1 + place for place, is_right in enumerate(right) if is_right)])
         step = drafted(MOST, 8, most, [len(path) - 1 for path in paths], fed=most)
         kinds = [Kind(match=kind)] * 8
-        policy.observe(replace(step, kinds=kinds, paths=paths if has_trees else ()))
+        result = replace(step.result, paths=paths if has_trees else [])
+        policy.observe(replace(step, kinds=kinds, result=result))
     return policy
 
 
@@ -275,7 +281,8 @@ def test_the_matches_at_hand_and_plain_requests_say_how_many_drafts_pay(has_tree
             pairs = zip(kinds, counts, strict=True)
             tokens = num_plain + sum(count * given[kind][tier] for kind, count in pairs)
             rates[tier] = tokens / costs[tier]
-        found = policy.choose(step).settled
+        policy.choose(step)
+        found = policy.settled
         assert rates[found] > 0.97 * max(rates.values())
         seen.add(found)
     assert len(seen) > 1
@@ -300,7 +307,8 @@ def hear(mix: PromptMix, num_tokens: int, num_prompts: int, rows: int, is_full: 
     """Covers a step in which a request decodes."""
     decoding, new = EmittingRequest(Kind(), 2), EmittingRequest(Kind(), 2, pending=0)
     emitting = Counter({decoding: 1, new: num_prompts * (not is_full)})
-    mix.plan(UpcomingStep(emitting, prompt_rows=rows, prompt_reqs=int(is_full)))
+    chunks = (PromptChunk(0, rows),)
+    mix.plan(UpcomingStep(emitting, prompt_reqs=int(is_full), prompts=chunks))
     mix.observe(drafted(0, 1, [0], [num_tokens - 1]))
 
 
@@ -340,9 +348,3 @@ def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
         # What remains: one step of five with the end of a prompt, at the pace that was seen.
         others = (1.0 - share) * math.exp(-0.2 * pace / 2)
         assert found.get(0, 0.0) == pytest.approx(others, abs=0.08)
-
-
-def test_a_step_knows_its_prompts() -> None:
-    assert case_of(batch_of([0, 0, 0]), num_drafting=3) == StepCase(3)
-    found = case_of(batch_of([100, 20, 0, 0]), num_drafting=1)
-    assert found == StepCase(2, prompts=((1.0, 128),), num_plain=1)

@@ -29,7 +29,7 @@ from sglang.srt.step.price_table import PromptChunk
 from simulated_decode import gpu_prices
 from tile_spec_rounds import prices_of
 
-MAX_K = 8
+MAX_K, MAX_DRAFTS = 8, 7
 UNVERIFIED, VERIFIED = Kind(False, 5), Kind(True, 0)
 KNEE = prices_of((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
 PRICES = {
@@ -83,8 +83,8 @@ def test_shapes_of_steps_are_those_of_their_requests_one_by_one() -> None:
         requests, kv, limit = drawn_requests(luck), luck.randint(0, 99), luck.randint(1, MAX_K)
         prompt, is_packed = luck.choice([0, 17]), luck.random() < 0.4
         chunks = (PromptChunk(3, prompt),) if prompt else ()
-        beside = prompt, prompt, int(prompt > 0), chunks
-        step = UpcomingStep(Counter(requests), kv, *beside, is_packed=is_packed)
+        num_chunks = len(chunks)
+        step = UpcomingStep(Counter(requests), kv, num_chunks, chunks, is_packed=is_packed)
         all_have, pending = float(luck.random() < 0.5), [each.pending for each in requests]
         lengths = [min(each.k, limit) if each.is_adjustable else each.k for each in requests]
         shape = partial(step.current_shape, limit, lambda kind, k, share=all_have: share)
@@ -116,36 +116,36 @@ def test_estimates_are_near_the_truth() -> None:
     for _ in range(150):
         chances = [luck.uniform(0.3, 0.95) for _ in range(3)]
         truth = 1 + sum(itertools.accumulate(chances, float.__mul__))
-        survival = Survival(4)
+        survival = Survival(3)
         for _ in range(360):
             lots = [luck.random() < chance for chance in chances]
-            survival.record(4, 1 + [*lots, False].index(False))
-        assert survival.runs(4)[3] == pytest.approx(truth, abs=0.35)
+            survival.record(3, range([*lots, False].index(False)))
+        assert survival.runs(3)[3] == pytest.approx(truth, abs=0.35)
 
 
 def test_what_was_not_tried_lately_returns_towards_the_prior_and_old_trials_are_forgotten() -> None:
-    survival = Survival(MAX_K)
-    survival.record(2, 2, 10_000)
-    runs = survival.runs(MAX_K)
+    survival = Survival(MAX_DRAFTS)
+    survival.record(1, range(1), 10_000)
+    runs = survival.runs(MAX_DRAFTS)
     assert runs[-1] > 7.5, "further tokens are like those before"
-    survival.forget(2)
-    assert survival.runs(2) == runs[:2], "what the step tries is not forgotten"
     survival.forget(1)
-    assert PRIOR_SURVIVAL < survival.runs(2)[1] - 1 < runs[1] - 1
+    assert survival.runs(1) == runs[:2], "what the step tries is not forgotten"
+    survival.forget(0)
+    assert PRIOR_SURVIVAL < survival.runs(1)[1] - 1 < runs[1] - 1
     for _ in range(100):
-        survival.record(2, 1, 100)
-    assert survival.runs(2)[1] < 1.01
-    assert Survival(1).runs(1) == [1.0]
+        survival.record(1, (), 100)
+    assert survival.runs(1)[1] < 1.01
+    assert Survival(0).runs(0) == [1.0]
 
 
 def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
     """Follows the chain of its steps, with drafts and without, multiplied until it is at rest."""
     luck = random.Random(1)
     for _ in range(50):
-        survival, longest = Survival(MAX_K), luck.randint(2, MAX_K)
-        for taken in range(1, MAX_K + 1):
-            survival.record(MAX_K, taken, luck.randint(1, 400))
-        runs = survival.runs(MAX_K)
+        survival, longest = Survival(MAX_DRAFTS), luck.randint(2, MAX_K)
+        for num_right in range(MAX_K):
+            survival.record(MAX_DRAFTS, range(num_right), luck.randint(1, 400))
+        runs = survival.runs(MAX_DRAFTS)
         before, run = runs[longest - 2], runs[longest - 1]
         all_right, with_drafts = run - before, 1.0
         for _ in range(500):

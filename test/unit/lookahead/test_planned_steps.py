@@ -68,7 +68,7 @@ def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> N
         served = ServedRounds(Load(128), (NEVER, SURE), BY_LOAD, can_rest=True)
     served.rate(1, 400)
     for _ in range(REST_AFTER):
-        rest.step(False, is_fed=False)
+        rest.step(False)
     assert rest.rests
     planner = served.planner
     with mock.patch.object(SomeLeftOut, "lacks_tokens", return_value=not is_fed):
@@ -141,7 +141,7 @@ def plans(params: SamplingParams, limits: list[int]) -> list[StepPlan]:
     requests = [BatchRequest(row, 20, fed, kv_len_before=20) for row, fed in enumerate(PROMPTS)]
     with mock.patch.object(policy, "choose", side_effect=map(Budget, limits)):
         found = [planner.plan(ScheduleBatch(requests)) for _ in limits]
-    return [replace(plan, draft_length=0, budget=None) for plan in found]
+    return [replace(plan, draft_length=0) for plan in found]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["unverified", "verified"])

@@ -50,15 +50,15 @@ def test_the_policy_hears_what_became_of_each_step_it_chose_for(
     params = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     with heard(policy) as outcomes:
         harness.generate([[1, 2], [3]], **params)
-    assert all(outcome.plan.budget is None for outcome in outcomes)
+    assert all(outcome.record.plan.draft_length == 0 for outcome in outcomes)
     params |= {"mtp_enabled": True, "mtp_k": 4}
     with heard(policy) as outcomes:
         harness.generate([[1, 2]], **params)
     first = outcomes[0]
     assert first.kinds == [None]
     assert (first.num_tried, first.num_accepted) == ([4], [4])
-    assert first.plan.budget == Budget(4, settled=3)
-    assert first.rows[0] in range(4)
+    assert first.record.plan.draft_length == 4
+    assert first.record.rows[0] in range(4)
     with heard(policy) as outcomes:
         harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **params)
     assert {outcome.kinds[0] for outcome in outcomes} == {Kind(False, 5)}
@@ -66,7 +66,7 @@ def test_the_policy_hears_what_became_of_each_step_it_chose_for(
         harness.generate([[1, 2]], mtp_verify=True, **params)
     assert {outcome.kinds[0] for outcome in outcomes} == {VERIFIED}
     steps = [(*outcome.num_tried, *outcome.num_accepted) for outcome in outcomes]
-    steps = [step for step in steps if step[0]]  # one that sat the step out teaches nothing
+    steps = [step for step in steps if step[1]]  # one that sat the step out teaches nothing
     assert steps[0] == (1, 1)
     for (tried_before, taken_before), (tried, taken) in pairwise(steps):
         assert tried == (4 if taken_before == tried_before else 1)
@@ -108,7 +108,7 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     assert heard[-1].emitting[EmittingRequest(None, 5, False, 5)] == 1
 
 
-CHOSEN, HEARD = list[Budget | None](), list[Budget | None]()
+CHOSEN, HEARD = list[int](), list[int]()
 
 
 class Alternating(FixedLength):
@@ -118,11 +118,11 @@ class Alternating(FixedLength):
         assert (parts.steps, parts.options.num_steps) == (None, MAX_K - 1)
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        CHOSEN.append(budget := Budget(1 if len(CHOSEN) % 2 else upcoming.longest))
-        return budget
+        CHOSEN.append(1 if len(CHOSEN) % 2 else upcoming.longest)
+        return Budget(CHOSEN[-1])
 
     def observe(self, outcome: StepOutcome) -> None:
-        HEARD.append(outcome.plan.budget)
+        HEARD.append(outcome.record.plan.draft_length)
 
 
 def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_token(
@@ -142,4 +142,4 @@ def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_tok
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
     assert tokens[0] == tokens[1] == tokens[2]
     assert HEARD == CHOSEN
-    assert {*CHOSEN} == {Budget(1), Budget(MAX_K)}
+    assert {*CHOSEN} == {1, MAX_K}

@@ -383,7 +383,7 @@ def heard_drafts(harness: Served) -> Iterator[list[tuple[int, int, Collection[in
 
     def noted(outcome: StepOutcome) -> None:
         observe(outcome)
-        for index, num_fed in enumerate(outcome.num_fed):
+        for index, num_fed in enumerate(outcome.result.num_drafts):
             if num_fed:
                 heard.append((outcome.kinds[index].match, num_fed, right_places(outcome, index)))
 
@@ -459,8 +459,9 @@ def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: 
     def checked(heard: StepOutcome) -> None:
         nonlocal told
         observe(heard)
-        before = {} if heard.plan.num_drafted_for is None else steps.popleft()
-        for row, count, kind in zip(heard.rows, heard.num_fed, heard.kinds, strict=False):
+        before = {} if heard.record.plan.num_drafted_for is None else steps.popleft()
+        fed = heard.record.rows, heard.result.num_drafts, heard.kinds
+        for row, count, kind in zip(*fed, strict=False):
             if before and count:
                 assert kind is not None
                 assert kind.match == class_of(before[row])

@@ -250,7 +250,7 @@ def test_chains_that_are_the_same_teach_nothing(paths: dict[str, Path]) -> None:
     accepted = AcceptedTokens(torch.tensor([3, 3]), torch.tensor([3, 3]), given)
     drafter._learn(rows, accepted, torch.tensor([2, 2]))
     for chains, right in zip(both, (2, 1), strict=True):  # of row 1 alone
-        trials = chains._confidence.trials
+        trials = chains._confidence
         assert (float(trials.tried.sum()), float(trials.right.sum())) == (2, right)
 
 
@@ -302,7 +302,7 @@ def test_rounds_are_graphs(
     assert len(served.proposals) > 20
     assert served.seen["right"] > 20
     assert served.seen["wrong"] > 20
-    judged = served.harness.drafter._of_match._confidence.trials
+    judged = served.harness.drafter._of_match._confidence
     assert 0 < float(judged.right.sum()) < float(judged.tried.sum()), "Graphs learn."
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import NamedTuple
 
-PRIOR_SURVIVAL = 0.3  # of a prediction, given that the one before it was accepted
-PRIOR_TRIALS = 2.0  # trials that the prior counts as
-WINDOW = 512.0  # trials of a position that are remembered, since text changes
-FORGETTING_STEPS = 300.0  # a step forgets 1/300 of the trials of positions that it does not try
+PRIOR_SURVIVAL, PRIOR_TRIALS, WINDOW = 0.3, 2.0, 512.0  # of masks; see `Survival`
+FORGETTING_STEPS = 300.0  # a step forgets 1/300 of the trials of places that it does not try
 
 
 class Kind(NamedTuple):
@@ -49,31 +48,53 @@ class Trials:
 
 
 class Survival:
-    """Chances that a token of a run is accepted, given that the one before it is; entry 0 is the
-    second token of a run, entry j the one after j + 1 others. What was never tried is taken to
-    survive like the entry before it."""
+    """Chances of drafts by their place: of a chain, that a draft is right if those before it are;
+    of a tree, whose likeliest nodes come first, that a node is right and all that it follows.
 
-    def __init__(self, max_k: int) -> None:
-        self._trials = [Trials() for _ in range(max_k - 1)]
+    A place that was never tried is taken to be like the one before it: in a tree its chance is as
+    small a part of that of the node before it as the first node's is of 1.
 
-    def record(self, num_tried: int, num_accepted: int, num_runs: int = 1) -> None:
-        """Counts runs that could have had `num_tried` tokens each and had `num_accepted`."""
-        for j in range(min(num_tried - 1, num_accepted)):
-            self._trials[j].add(num_runs, num_runs * (num_accepted >= j + 2), WINDOW)
+    Args:
+        num_places: the most drafts of a request.
+        prior, prior_trials: chance of a first draft before any was tried, and the trials that it,
+            or the chance of the place before, counts as.
+        window: trials of a place that are remembered, since text changes.
+    """
 
-    def forget(self, limit: int) -> None:
-        """Forgets a little of the positions that a step of at most `limit` tokens does not try.
+    def __init__(
+        self,
+        num_places: int,
+        prior: float = PRIOR_SURVIVAL,
+        prior_trials: float = PRIOR_TRIALS,
+        window: float = WINDOW,
+        has_trees: bool = False,
+    ) -> None:
+        self._trials = [Trials() for _ in range(num_places)]
+        self._prior, self._prior_trials = prior, prior_trials
+        self._window, self._has_trees = window, has_trees
+
+    def record(self, num_fed: int, right: Collection[int], count: int = 1) -> None:
+        """Hears of requests that are alike how many drafts each fed, and which places were right:
+        of a chain, the first ones."""
+        for place in range(num_fed if self._has_trees else min(num_fed, len(right) + 1)):
+            self._trials[place].add(count, count * (place in right), self._window)
+
+    def forget(self, num_fed: int) -> None:
+        """Forgets a little of the places that a step of at most so many drafts does not try.
         Called once per step: once per request would make many requests forget within a few steps
         what they have learnt."""
-        for trials in self._trials[limit - 1 :]:
+        for trials in self._trials[num_fed:]:
             trials.scale(1.0 - 1.0 / FORGETTING_STEPS)
 
-    def runs(self, longest: int) -> list[float]:
-        """Mean lengths of runs of at most 1, 2, ... `longest` tokens."""
-        survival, reached, found = PRIOR_SURVIVAL, 1.0, [1.0]
-        for seen in self._trials[: longest - 1]:
-            survival = seen.chance(survival, PRIOR_TRIALS)
-            reached *= survival
+    def runs(self, most: int) -> list[float]:
+        """Tokens that a request is expected to be given with 0, 1, ... `most` drafts."""
+        chance, reached, found, part = self._prior, 1.0, [1.0], 1.0
+        for place, trials in enumerate(self._trials[:most]):
+            chance = trials.chance(chance * part, self._prior_trials)
+            if self._has_trees:
+                reached, part = chance, part if place else chance
+            else:
+                reached *= chance
             found.append(found[-1] + reached)
         return found
 

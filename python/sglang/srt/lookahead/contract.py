@@ -31,7 +31,6 @@ class Budget:
     limit: int
     # Rows that a packed step has room for, also for prompts; None: for all that may be fed.
     num_rows: int | None = None
-    settled: int = 0  # drafts of steps as they come, for people; this step may try others
     # The drafter's model may be left out of a step without drafts: none come for some time.
     rests: bool = False
 
@@ -47,9 +46,8 @@ class StepPlan:
     wants_probs: bool = False  # the drafter looks at `ComputedStep.probs`
     wants_paths: bool = False  # results carry confirmed paths (`GenerationBatchResult.paths`)
     wants_scores: bool = False  # the record copies `Confidence.drafts` from before the step
-    accepts_unconfirmed: bool = False  # requests may be given `Drafter.num_unconfirmed` tokens
     # Chosen by a length policy, carried by results: drafts of a request one after the other, or
-    # tokens that it predicts from masks.
+    # tokens that it predicts from masks, 0 if no policy was asked.
     draft_length: int = 0
     num_drafts: Sequence[int] = ()  # R counts that requests have, fed or not, if the host knows
     next_drafts: Sequence[int] = ()  # R counts that `propose` gives; empty: not known
@@ -58,7 +56,6 @@ class StepPlan:
     left_out: Sequence[int] = ()
     without_model: Sequence[int] = ()
     fed_again: Sequence[int] = ()  # rows of the table that models are fed anew from this step on
-    budget: Budget | None = None  # granted by a length policy; None: it was not asked
     # Requests that drafts of this step were to be proposed for, `draft_length` of each; None where
     # no request decodes, or nothing is drafted in rounds.
     num_drafted_for: int | None = None

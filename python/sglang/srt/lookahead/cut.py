@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang.srt.lookahead.contract import StepRecord
-from sglang.srt.lookahead.prompt_mix import case_of
-from sglang.srt.lookahead.round_prices import MeasuredRoundPrices, StepCase
+from sglang.srt.lookahead.prompt_mix import in_grains
+from sglang.srt.lookahead.round_prices import LatencyByKV, MeasuredRoundPrices, StepCase
 from sglang.srt.step.price_table import no_graphs
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import PackedSize, StepCounts
@@ -36,11 +36,10 @@ Scores = NDArray[np.float32]  # see `Confidence.drafts`
 LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft, whatever its score is
 NUM_BINS = 32
 BIN_TRIALS = 256.0  # that each bin remembers
-TOLD_ANEW = 4  # chances are computed anew after so many times that it was told of drafts
 PRIOR_TRIALS = 8.0  # that the score, taken for the chance, counts as in each bin
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 GAIN_GRAIN = 128  # rows of prompts are rounded up to multiples of it
-SCORE_STEPS = 4  # after this many steps scores are read anew
+SCORE_STEPS = 4  # after this many steps with scores they are read, and chances learnt, anew
 LOOK_STEPS = 16  # after this many steps it is computed anew what rounds cost and cutting gains
 
 
@@ -60,7 +59,6 @@ class Calibration:
         # [2, NUM_BINS]; drafts of each bin, and of these the confirmed ones.
         self._tried, self._confirmed = self._counts = np.zeros((2, NUM_BINS))
         self._chances = self._centres = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-        self.is_stale = True  # drafts were heard of since chances were computed
 
     def observe(self, scores: ArrayLike, confirmed: ArrayLike) -> None:
         """Hears of drafts that were verified: [n] scores from 0 to 1, and [n] bool, which of them
@@ -74,19 +72,12 @@ class Calibration:
         found[0] += found[1]
         self._counts += found
         self._counts *= BIN_TRIALS / np.maximum(self._tried, BIN_TRIALS)
-        self.is_stale = True
-
-    def update(self) -> None:
-        """Computes chances anew, if drafts were heard of since they were computed."""
-        if self.is_stale:
-            weights = self._tried + PRIOR_TRIALS
-            shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
-            self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
-            self.is_stale = False
+        weights = self._tried + PRIOR_TRIALS
+        shares = (self._confirmed + PRIOR_TRIALS * self._centres) / weights
+        self._chances = np.clip(isotonic(shares, weights), LEAST_CHANCE, MOST_CHANCE)
 
     def predict(self, scores: ArrayLike) -> Floats:
         """Chances of the same shape; between the centres of bins they are interpolated."""
-        self.update()
         return np.interp(np.asarray(scores, np.float64), self._centres, self._chances)
 
 
@@ -190,18 +181,14 @@ class TileSpec:
         rounds: what whole rounds cost.
         packs_in_graphs: packed steps replay graphs. If not, they are priced without.
         fixed: see `RoundOptions.tile_spec_drafts`.
-        has_trees: drafts are trees, each with its nodes in the order of their scores.
     """
 
     def __init__(
-        self,
-        rounds: MeasuredRoundPrices,
-        packs_in_graphs: bool = True,
-        fixed: float | None = None,
-        has_trees: bool = False,
+        self, rounds: MeasuredRoundPrices, packs_in_graphs: bool = True, fixed: float | None = None
     ) -> None:
         self._rounds = self._packed = rounds
-        self._fixed, self._has_trees = fixed, has_trees
+        self.spread = rounds.spread
+        self._fixed = fixed
         if not packs_in_graphs:
             extend = replace(rounds.head.extend, find=no_graphs)
             target = replace(rounds.target, find=no_graphs)
@@ -210,79 +197,64 @@ class TileSpec:
         self._calibration = Calibration()
         # Steps that it has not heard of: scores of all rows, their rows, drafts fed, tokens, paths.
         self._untold = list[tuple[Scores, ArrayLike, Sequence[int], list[int], list[list[int]]]]()
-        self._scores: Floats | None = None  # [D, S], of the drafts of a step read lately
-        self._chances: Floats | None = None  # likewise, by these scores
-        self._right = dict[int, Floats]()  # by these scores; see `_expected`
+        self._chances: Floats | None = None  # [D, S], of the drafts of a step read lately
+        self._right = dict[int, Floats]()  # by these chances; see `_expected`
         self._lots = random.Random(0)
-        # Steps that were read, those of them with scores, and of these those that fed drafts.
-        self._num_read = self._num_scored = self._num_told = 0
+        self._num_read = self._num_scored = 0  # steps, and those of them with scores
         # By requests, those without drafts, drafts, and rows of prompts; KV changes little since
         # they were looked at last.
         self._known = dict[tuple[int, int, int, int], LatencyTable]()
         self._gains = dict[tuple[int, int, int, int], float]()
 
     def cut(
-        self,
-        batch: ScheduleBatch,
-        counts: StepCounts,
-        num_drafts: Sequence[int],
-        is_probe: bool = False,
+        self, batch: ScheduleBatch, counts: StepCounts, num_drafts: Sequence[int]
     ) -> tuple[StepCounts, bool]:
         """Returns the counts of a step with the rows that pay, or those of all drafts, and whether
         their scores are wanted. Called once for each step that has drafts, when all before it have
-        been launched; a probe tries them, whatever they are thought to be worth."""
-        case = case_of(batch, num_drafting=len(num_drafts) - num_drafts.count(0))
-        [(_, prompt_rows)] = case.prompts
-        table = self._table(case, max(num_drafts), prompt_rows)
+        been launched."""
+        kv_lens = batch.kv_lens_before[batch.num_prompts :]
+        num_plain = num_drafts.count(0) - batch.num_prompts  # of those that decode
+        case = StepCase(len(kv_lens), sum(kv_lens), num_plain=num_plain)
+        prompt_rows = in_grains(sum(batch.num_prompt_tokens))
+        table = self.table(case, max(num_drafts), prompt_rows)
         if table.most_gain <= LEAST_GAIN and self._fixed is None:
             return counts, False
-        if is_probe:
-            return counts, True
         num_cut = sum(num_drafts) - self.num_verified(table, num_drafts, case.num_reqs)
-        num_rows = room = counts.num_rows
         if num_cut:
-            room = self._room(len(counts.q_lens), max(counts.q_lens), num_rows - num_cut)
-        if room < num_rows:  # else padding would take the rows
-            num_reads = counts.num_reads - (num_rows - room)
-            counts = replace(counts, packed=PackedSize(room, num_reads))
+            num_rows, num_reqs = counts.num_rows, len(counts.q_lens)
+            room = self._room(num_reqs, max(counts.q_lens), num_rows - num_cut)
+            if room < num_rows:  # else padding would take the rows
+                num_reads = counts.num_reads - (num_rows - room)
+                counts = replace(counts, packed=PackedSize(room, num_reads))
         return counts, True
-
-    def _table(self, case: StepCase, num_drafts: int, prompt_rows: int) -> LatencyTable:
-        """Returns `table` as it was looked up last."""
-        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
-        if key not in self._known:
-            self._known[key] = self.table(case, num_drafts, prompt_rows)
-        return self._known[key]
 
     def table(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> LatencyTable:
         """Returns the costs of rounds in which each request that takes drafts has `num_drafts`, 1
-        at least, beside rows of prompts; the last bucket is the round that verifies all."""
-        rows, costs = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
-        kv_tokens, prompts_ms = case.kv_tokens, self._rounds.prompt_row_ms * prompt_rows
-        times = [
-            (ms := rows_ms + kv_ms * kv_tokens) - min(prompts_ms, share * ms)
-            for rows_ms, kv_ms, share in costs
-        ]
-        return LatencyTable(rows, tuple(times))
+        at least, beside rows of prompts; the last bucket is the round that verifies all. KV is that
+        of when it was looked up last."""
+        key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
+        if key in self._known:
+            return self._known[key]
+        buckets = self._buckets(case.num_reqs, num_drafts, prompt_rows, case.num_plain)
+        own_ms, kv_tokens = self._rounds.own_ms, case.kv_tokens
+        times = [own_ms(cost, kv_tokens, rows, prompt_rows) for rows, cost in buckets.items()]
+        self._known[key] = LatencyTable(tuple(buckets), tuple(times))
+        return self._known[key]
 
     def _buckets_of(
         self, num_reqs: int, num_drafts: int, prompt_rows: int, num_plain: int
-    ) -> tuple[tuple[int, ...], list[tuple[float, float, float]]]:
-        """Returns the rows of each bucket, and of each: milliseconds of the rows, milliseconds per
-        token of KV, and the share of prompts in the rows."""
+    ) -> dict[int, LatencyByKV]:
+        """Returns the measured cost of each bucket, by its rows."""
         width, most = 1 + num_drafts, num_reqs + (num_reqs - num_plain) * num_drafts
         sizes = (size - prompt_rows for size in self._packed.target.by_rows)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
         wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
         rooms = sorted({self._room(*whole) - prompt_rows for whole in wholes})
-        rows = (*(room for room in rooms if room < most), most)
-        beside = prompt_rows, num_plain
-        costs = [self._packed.cost(num_reqs, num_drafts, room, *beside) for room in rows[:-1]]
-        costs.append(self._rounds.cost(num_reqs, num_drafts, most, *beside))
-        sums = [prompt_rows + count for count in rows]
-        return rows, [
-            (c.rows_ms, c.kv_ms, prompt_rows / n) for c, n in zip(costs, sums, strict=True)
-        ]
+        prices = {room: self._packed for room in rooms if room < most} | {most: self._rounds}
+        return {
+            rows: of_rows.cost(num_reqs, num_drafts, rows, prompt_rows, num_plain)
+            for rows, of_rows in prices.items()
+        }
 
     def _room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of `num_rows` rows has room for, as for `PriceTable.find`."""
@@ -294,26 +266,22 @@ class TileSpec:
         most = sum(num_drafts)
         if self._fixed is not None:
             return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
-        if self._scores is None:
+        if self._chances is None:
             return most
         return best_cut(self._expected(max(num_drafts)), most, num_decodes, table, LEAST_GAIN)[0]
 
     def gain(self, case: StepCase, num_drafts: int, prompt_rows: int = 0) -> float:
         """Divides the tokens per millisecond of rounds that verify what pays, of chains of
         `num_drafts`, by those of rounds that verify all; beside these rows of prompts alone."""
-        if self._scores is None or num_drafts == 0:
+        if self._chances is None or num_drafts == 0:
             return 1.0
         key = case.num_reqs, case.num_plain, num_drafts, prompt_rows
         if key not in self._gains:
-            table = self._table(case, num_drafts, prompt_rows)
+            table = self.table(case, num_drafts, prompt_rows)
             most = (case.num_reqs - case.num_plain) * num_drafts
             right = self._expected(num_drafts)
             self._gains[key] = best_cut(right, most, case.num_reqs, table, LEAST_GAIN)[1]
         return self._gains[key]
-
-    @property
-    def spread(self) -> float:
-        return self._rounds.spread
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
         total_ms = 0.0
@@ -327,11 +295,7 @@ class TileSpec:
     def _expected(self, longest: int) -> Floats:
         """See `expected_right`; of the first `longest` drafts of the chains that were read."""
         if longest not in self._right:
-            if self._chances is None:
-                assert self._scores is not None, "They were read."
-                if self._untold and self._calibration.is_stale:
-                    self._learn()
-                self._chances = self._calibration.predict(self._scores)
+            assert self._chances is not None, "Scores were read."
             self._right[longest] = expected_right(self._chances[:, :longest])
         return self._right[longest]
 
@@ -349,26 +313,21 @@ class TileSpec:
         if record.scores is None:  # others were copied before the step ran: nothing is waited for
             return accepted
         scores, rows = record.scores.read()[0].numpy(), record.rows
-        if result.num_drafts and not self._has_trees:
-            self._calibration.update()  # before it hears of more
+        if result.num_drafts and not result.paths:
             self._continue(accepted, result.num_drafts, record, scores)
-        if any(fed := result.num_drafts or num_drafts):
-            self._untold.append((scores, rows, fed, taken, result.paths))
-            if self._num_told % TOLD_ANEW == 0:
-                self._learn()
-            self._num_told += 1
+        self._untold.append((scores, rows, result.num_drafts or num_drafts, taken, result.paths))
         if self._num_scored % SCORE_STEPS == 0:
+            self._learn()
             chains = scores.take([*compress(rows, num_drafts)], 0)[:, : max(num_drafts)]
-            self._scores = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
-            self._chances, self._right = None, {}
+            told = extended(bounded_scores(chains).cumprod(1), scores.shape[1])
+            self._chances, self._right = self._calibration.predict(told), {}
         self._num_scored += 1
         return accepted
 
     def _learn(self) -> None:
         """Tells the calibration which drafts were right in the steps that it has not heard of."""
-        untold, self._untold = self._untold, []
-        self._chances = None
-        scores, rows, *numbers, paths = zip(*untold, strict=True)
+        scores, rows, *numbers, paths = zip(*self._untold, strict=True)
+        self._untold = []
         fed, taken = (np.fromiter(chain.from_iterable(each), np.int64)[:, None] for each in numbers)
         places = np.arange(1, 1 + fed.max())
         chains = np.concatenate(
@@ -376,7 +335,7 @@ class TileSpec:
         )
         told = bounded_scores(chains[:, : len(places)]).cumprod(axis=1)
         was_fed, confirmed = places <= fed, places < taken
-        if self._has_trees:  # draft j is node j + 1
+        if paths[0]:  # of trees, whose draft j is node j + 1, in the order of scores
             nodes = np.array([*zip_longest(*chain.from_iterable(paths), fillvalue=0)]).T
             on_path = np.where(np.arange(nodes.shape[1]) < taken, nodes, 0)
             is_right = np.zeros((len(fed), 1 + len(places)), np.bool_)

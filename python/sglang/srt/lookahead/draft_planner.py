@@ -36,12 +36,12 @@ class LeftOutRows:
         self._modelless = modelless
         # Rows of requests that take no drafts, and of those that take none of the model.
         self._off, self._without_model = set[int](), set[int]()
-        # Rows of requests whose last tokens were left out, and of those whose earlier ones were.
-        self._behind, self._lacking = set[int](), set[int]()
+        # Rows of requests of which tokens were left out, and of those whose last ones were.
+        self._lacking, self._behind = set[int](), set[int]()
 
     def lacks_tokens(self, rows: Sequence[int]) -> bool:
         """Tells whether tokens of a request were left out since it got its row."""
-        return any(each and not each.isdisjoint(rows) for each in (self._behind, self._lacking))
+        return not self._lacking.isdisjoint(rows)
 
     def admit(self, new: NewRow) -> None:
         """Forgets the request that had the row before."""
@@ -57,11 +57,12 @@ class LeftOutRows:
         """Returns `left_out`, `without_model` and `fed_again` of the plan of a step, and notes what
         it leaves out."""
         if rests:
-            self._behind.update(set(rows) - self._off - self._without_model)
+            unfed = set(rows) - self._off - self._without_model
+            self._behind |= unfed
+            self._lacking |= unfed
             return list(range(len(rows))), (), ()
         fed = self._behind.intersection(rows) if self._behind else set()
         self._behind -= fed
-        self._lacking |= fed
         return _places(rows, self._off), _places(rows, self._without_model), sorted(fed)
 
 
@@ -73,7 +74,6 @@ class DraftPlanner(Planner):
     def __init__(
         self,
         options: RoundOptions,
-        num_rows: int,
         policy: LengthPolicy,
         tile_spec: TileSpec | None = None,
         left_out: LeftOutRows | None = None,
@@ -86,10 +86,7 @@ class DraftPlanner(Planner):
         self._new = self._old[0]._replace(pending=0)
         self._limits = dict[int, int]()  # of rows whose requests take fewer drafts than others
         self._num_pending_drafts = dict[int, int]()  # by row of the page table
-        # The step that drafts were proposed in last: `Budget.settled`, and how many requests were
-        # to be drafted for.
-        self._last_choice = policy.settled, 0
-        self._match_lens: Sequence[int] = [0] * num_rows  # by row, of the last step read
+        self._num_drafted_for = 0  # requests in the last step
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         """See `Planner`. Who takes fewer drafts than others has room for as many draft steps."""
@@ -111,23 +108,21 @@ class DraftPlanner(Planner):
         before it proposed, and the policy chooses what is proposed after it."""
         # A request has no drafts while it feeds its prompt.
         num_drafts = list(map(self._num_pending_drafts.__getitem__, batch.rows))
-        most, options = max(num_drafts), self._options
-        (draft_length, num_drafted_for), next_length = self._last_choice, 0
-        counts, wants_scores = counts_of_drafts(batch, num_drafts), False
+        most, options, draft_length = max(num_drafts), self._options, self.policy.settled
+        num_drafted_for, self._num_drafted_for = self._num_drafted_for, 0
+        counts, wants_scores = StepCounts.of_drafts(batch, num_drafts), False
         if self.tile_spec is not None and most:
-            is_probe = most > options.num_drafts(draft_length)
-            counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts, is_probe)
-        budget, self._last_choice = self._budget(batch, lens or self._match_lens), (draft_length, 0)
-        if budget is not None:
-            next_length = budget.limit - 1
-            self._last_choice = budget.settled, batch.emits.count(True)
+            cut_counts, wants_scores = self.tile_spec.cut(batch, counts, num_drafts)
+            if most <= options.num_drafts(draft_length):  # a probe tries all, whatever their worth
+                counts = cut_counts
+        budget = self._budget(batch, lens or ())
         max_accepted = 1 + min(most, options.max_confirmed or most)
-        next_drafts = self._next_drafts(batch, max_accepted, next_length)
+        next_drafts = self._next_drafts(batch, max_accepted, budget.limit - 1)
         self._num_pending_drafts.update(zip(batch.rows, next_drafts, strict=True))
         left_out: tuple[Sequence[int], ...] = (), (), ()
         if self._left_out is not None:
             # A step of chunks alone has no decodes, which are what the head delays.
-            rests = budget is not None and budget.rests and most == max(next_drafts) == 0
+            rests = budget.rests and most == max(next_drafts) == 0
             left_out = self._left_out.of_step(batch.rows, rests)
         asks_paths = wants_scores or (self.policy.reads_matches and most > 0)
         return StepPlan(
@@ -145,7 +140,7 @@ class DraftPlanner(Planner):
             num_drafted_for=num_drafted_for if batch.num_prompts < len(batch.rows) else None,
         )
 
-    def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget | None:
+    def _budget(self, batch: ScheduleBatch, match_lens: Sequence[int]) -> Budget:
         """Asks the policy, which hears of steps that emit for a request which takes drafts. These
         are counted by kind, which their next step is taken to have too: nothing is known of the
         match after a prompt, and requests that take no drafts have no kind."""
@@ -155,17 +150,14 @@ class DraftPlanner(Planner):
         if limits:
             new, old = [[row for row in rows if limits.get(row, 1)] for rows in groups]
         if not new and not old:
-            return None
+            return Budget(1)
+        self._num_drafted_for = batch.emits.count(True)
         matches = {0: len(old)}
         if self.policy.reads_matches:
             matches = Counter([class_of(match_lens[row]) for row in old])
-        wishes = [
-            (self._new, len(new)),
-            *[(self._old[match], count) for match, count in matches.items()],
-            (PLAIN, len(groups[1]) - len(old)),
-            (PLAIN_NEW, len(groups[0]) - len(new)),
-        ]
-        emitting = {request: count for request, count in wishes if count}
+        emitting = {self._new: len(new)}
+        emitting |= {self._old[match]: count for match, count in matches.items()}
+        emitting |= {PLAIN: len(groups[1]) - len(old), PLAIN_NEW: len(groups[0]) - len(new)}
         is_fed = self._left_out is None or not self._left_out.lacks_tokens(new + old)
         return self.policy.choose(UpcomingStep.of(batch, emitting, is_fed=is_fed))
 
@@ -185,7 +177,7 @@ class DraftPlanner(Planner):
         rows, kinds = record.rows, list[Kind]()
         if self.policy.reads_matches and record.plan.num_drafted_for is not None:
             assert record.lens is not None, "The drafter has matches."
-            self._match_lens = lens = record.lens.read()[0].tolist()
+            lens = record.lens.read()[0].tolist()
             kinds = [KINDS[class_of(lens[row])] for row in rows]
         num_drafts: Sequence[int] = result.num_drafts or [0] * len(rows)
         num_accepted = result.accept_lens
@@ -193,14 +185,11 @@ class DraftPlanner(Planner):
             num_drafts = record.plan.num_drafts
             num_accepted = self.tile_spec.observe(record, result)
         outcome = StepOutcome(
-            plan=record.plan,
-            rows=rows,
+            record=record,
+            result=result,
             num_tried=[1 + count for count in num_drafts],
             num_accepted=num_accepted,
-            num_tokens=sum(result.accept_lens),
-            num_fed=result.num_drafts,
             kinds=kinds,
-            paths=result.paths,
         )
         self.policy.observe(outcome)
 
@@ -219,31 +208,16 @@ def drafts_of_requests(
     split, least, slots = batch.num_prompts, max_accepted + num_steps, batch.max_q_lens
     prompts = zip(batch.emits[:split], batch.num_prompt_tokens, slots, strict=False)
     counts = [num_drafts * (emits and fed + num_steps <= most) for emits, fed, most in prompts]
-    if min(slots[split:], default=least) >= least:
-        return counts + [num_drafts] * (len(slots) - split)
     return counts + [num_drafts * (reserved >= least) for reserved in slots[split:]]
-
-
-def counts_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
-    """Counts a step in which prompts are fed, and every other request feeds its certain token and
-    its drafts, of R counts, 0 where a prompt is fed. It is plain where there are none."""
-    if not any(num_drafts):
-        return StepCounts.plain(batch)
-    split, count = batch.num_prompts, len(num_drafts)
-    decodes = [1 + drafts for drafts in num_drafts[split:]]
-    emits = [int(each) for each in batch.emits[:split]]
-    q_lens = batch.num_prompt_tokens[:split] + decodes
-    return StepCounts(q_lens, emits + decodes, emits + [1] * len(decodes), [True] * count)
 
 
 def plan_of_drafts(
     batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
 ) -> StepPlan:
-    """Plans a step with these drafts, as for `counts_of_drafts`; max_confirmed: see
-    `DrafterNeeds`."""
+    """Plans a step with these drafts; max_confirmed: see `DrafterNeeds`."""
     most = max(num_drafts)
     return StepPlan(
-        counts=counts_of_drafts(batch, num_drafts),
+        counts=StepCounts.of_drafts(batch, num_drafts),
         max_pending=1 + most,
         max_accepted=1 + min(most, max_confirmed or most),
         num_drafts=num_drafts,

@@ -140,11 +140,11 @@ class AdaptiveController(AdaptiveSpeculativeParams, LengthPolicy):
         return self.settled
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        steps = self.activate_step_by_batch(upcoming.num_reqs)
-        return Budget(1 + steps, settled=steps)
+        return Budget(1 + self.activate_step_by_batch(upcoming.num_reqs))
 
     def observe(self, outcome: StepOutcome) -> None:
-        steps, num_reqs = outcome.plan.draft_length, outcome.plan.num_drafted_for
+        plan = outcome.record.plan
+        steps, num_reqs = plan.draft_length, plan.num_drafted_for
         if num_reqs is None:
             return
         correct = [0] * num_reqs

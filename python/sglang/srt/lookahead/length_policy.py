@@ -3,7 +3,6 @@ how many drafts they get."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -20,7 +19,6 @@ class PolicyParts:
     """The parts that a policy is made of."""
 
     options: RoundOptions
-    num_rows: int = 1  # of the page table
     max_prompt_rows: int = 1  # of a step
     steps: PriceTable | None = None  # None where none were measured
     rounds: RoundPrices | None = None  # of a drafter of drafts; None likewise
@@ -40,7 +38,8 @@ class LengthPolicy(Protocol):
     needs_prices: ClassVar[bool] = False  # goes by prices, which are then measured at start-up
     reads_matches: ClassVar[bool] = False  # kinds of requests name matches (`Kind.match`)
     may_rest: ClassVar[bool] = False  # `Budget.rests` may ever be so
-    settled: int = 0  # see `Budget.settled`; before the first step too
+    # Drafts of steps as they come, before the first one too, though single steps try others.
+    settled: int = 0
 
     @staticmethod
     def tiers(options: RoundOptions) -> tuple[int, ...]:
@@ -66,20 +65,4 @@ class FixedLength(LengthPolicy):
         self.settled = parts.options.num_steps
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(upcoming.longest, settled=self.settled)
-
-
-class TrialAllowance:
-    """Milliseconds that are saved up for trials: steps that may lose time, and of which more is
-    learnt than of others."""
-
-    def __init__(self) -> None:
-        self.left_ms = math.inf  # before the first step; later it may fall below 0
-
-    def earn(self, ms: float, most_ms: float) -> None:
-        """Saves a share of a step, up to `most_ms` in all."""
-        self.left_ms = min(self.left_ms + ms, most_ms)
-
-    def add(self, ms: float, least_ms: float = -math.inf) -> None:
-        """Adds what was gained; below 0: pays, and no more than leaves `least_ms`."""
-        self.left_ms = max(self.left_ms + ms, least_ms)
+        return Budget(upcoming.longest)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts, TrialAllowance
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
 from sglang.srt.lookahead.prompt_mix import PromptMix
 from sglang.srt.lookahead.round_options import RoundOptions
 from sglang.srt.lookahead.stretches import Stretches
@@ -24,11 +25,7 @@ CONTEXT_STEPS = 24
 
 class LoadAwareDrafts(LengthPolicy):
     """The tier that gives most tokens per millisecond, by what was confirmed lately (`Stretches`)
-    and by the prices of rounds.
-
-    Tiers that are not chosen teach little. So now and then a step probes the cheapest higher one
-    that would be best if all drafts beyond the chosen tier were right. Probes are paid from an
-    allowance, PROBE_SHARE of the time of steps, which saves up PROBE_STEPS steps.
+    and by the prices of rounds. Now and then a step tries a higher one (`Probes`).
 
     While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
     Then a probe begins with steps that only feed it, which the allowance pays too: it gets
@@ -52,15 +49,13 @@ class LoadAwareDrafts(LengthPolicy):
         return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
 
     def __init__(self, parts: PolicyParts) -> None:
-        prices = parts.rounds or parts.steps
-        assert prices is not None, "Tiers go by prices, and none were measured."
-        self._rounds, self._options = parts.rounds, parts.options
-        self._stretches = Stretches(parts.num_rows)
+        assert parts.rounds is not None, "Tiers go by prices, and none were measured."
+        self._rounds, self._adaptive = parts.rounds, parts.options.adaptive
+        self._stretches = Stretches()
         self._prompts = PromptMix(parts.max_prompt_rows)
         self._graph_size, self._feed_ms = parts.graph_size, parts.feed_ms
         self._tiers = self.tiers(parts.options)
-        self._least_gain = max(self.least_gain, prices.spread)
-        self._allowance = TrialAllowance()
+        self._probes = Probes(max(self.least_gain, parts.rounds.spread))
         self._rest = RestRule()
         self._costs = dict[int, Mapping[int, float]]()  # by requests, padded
         self._age = 0  # of the costs, in steps
@@ -70,22 +65,20 @@ class LoadAwareDrafts(LengthPolicy):
         if 2 * upcoming.num_new >= upcoming.num_reqs:
             self._stretches.renew()
             self._rest.renew()
-        beside = upcoming.num_plain / (upcoming.num_reqs - upcoming.num_plain)
-        lengths = [beside + length for length in self.lengths(upcoming)]
+        lengths = [upcoming.beside + length for length in self.lengths(upcoming)]
         costs = self._costs_ms(upcoming, lengths)
-        best = self.settled = best_tier(lengths, costs, self._least_gain)
-        feed_ms = 0.0
+        best = self.settled = best_tier(lengths, costs, self._probes.least_gain)
+        feed_ms, num_to_feed = 0.0, self._rest.num_steps_to_feed(upcoming.is_fed)
         if self._feed_ms is not None and best == 0:
             feed_ms = self._feed_ms(self._prompts.cases(upcoming, lengths[0]))
-        wanted = self._with_probe(lengths, costs, feed_ms, upcoming.is_fed)
-        can_draft = self._rest.step(wanted > 0, upcoming.is_fed) or self._feed_ms is None
-        chosen = wanted if can_draft else 0
+        wanted = self._probes.tier(best, lengths, costs, feed_ms, num_to_feed)
+        self._rest.step(wanted > 0)
+        chosen = wanted if num_to_feed == 0 or self._feed_ms is None else 0
         if chosen > best:
-            self._allowance.add(costs[best] - costs[chosen])
+            self._probes.pay(costs[chosen] - costs[best])
         elif feed_ms and not self._rest.rests:  # where tier 0 comes and goes, owed for one wait
-            self._allowance.add(-feed_ms, -REST_AFTER * feed_ms)
-        rests = self._feed_ms is not None and self._rest.rests
-        return Budget(1 + chosen, settled=best, rests=rests)
+            self._probes.pay(feed_ms, -REST_AFTER * feed_ms)
+        return Budget(1 + chosen, rests=self._feed_ms is not None and self._rest.rests)
 
     def lengths(self, upcoming: UpcomingStep) -> list[float]:
         """Tokens that a request with drafts is expected to be given with 0, 1, ... of them."""
@@ -99,32 +92,58 @@ class LoadAwareDrafts(LengthPolicy):
             self._age = 0
             self._costs.clear()
         if size not in self._costs:
-            adaptive, tiers = self._options.adaptive, self._tiers
-            if adaptive is not None:
-                tiers = tuple(sorted({0, *adaptive.slot(size).candidate_steps}))
-            assert self._rounds is not None, "A drafter of drafts has them."
+            tiers = self._tiers
+            if self._adaptive is not None:
+                tiers = tuple(sorted({0, *self._adaptive.slot(size).candidate_steps}))
             cases = ((tier, self._prompts.cases(upcoming, lengths[tier])) for tier in tiers)
             self._costs[size] = {tier: self._rounds.round_ms(case, tier) for tier, case in cases}
         return self._costs[size]
 
-    def _with_probe(
-        self, lengths: Sequence[float], costs: Mapping[int, float], feed_ms: float, is_fed: bool
-    ) -> int:
-        """The settled tier, or one that is to be probed."""
-        best, cost = self.settled, costs[self.settled]
-        most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
-        share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
-        self._allowance.earn(share * cost, most_ms)
-        hopeful = hopeful_tiers(lengths, costs, best, self._least_gain)
-        if not hopeful:
-            return best
-        probed = min(hopeful, key=costs.__getitem__)
-        left_ms = self._allowance.left_ms - self._rest.num_steps_to_feed(is_fed) * feed_ms
-        return probed if costs[probed] - cost <= left_ms else best
-
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
         self._stretches.observe(outcome)
+
+
+class Probes:
+    """Tries tiers that are not best, of which little is learnt else: the cheapest higher one that
+    would be best if all drafts beyond the best tier were right.
+
+    Probes are paid from an allowance, PROBE_SHARE of the time of steps, which saves up PROBE_STEPS
+    steps.
+    """
+
+    def __init__(self, least_gain: float) -> None:
+        self.least_gain = least_gain
+        self._left_ms = math.inf  # before the first step; later it may fall below 0
+
+    def tier(
+        self,
+        best: int,
+        lengths: Sequence[float],
+        costs: Mapping[int, float],
+        feed_ms: float = 0.0,
+        num_to_feed: int = 0,
+    ) -> int:
+        """Returns the best tier of a step, or one that is to be probed. Before a probe the
+        drafter's model is to be fed in so many steps, which each take so much longer."""
+        cost = costs[best]
+        most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
+        share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
+        self._left_ms = min(self._left_ms + share * cost, most_ms)
+        # That the best tier's drafts are right.
+        chance = lengths[best] - lengths[best - 1] if best else 1.0
+        least = lengths[best] / cost * (1 + self.least_gain)
+        hopeful = [
+            tier
+            for tier in costs
+            if tier > best and (lengths[best] + chance * (tier - best)) / costs[tier] > least
+        ]
+        probed = min(hopeful, key=costs.__getitem__, default=best)
+        return probed if costs[probed] - cost <= self._left_ms - num_to_feed * feed_ms else best
+
+    def pay(self, ms: float, least_ms: float = -math.inf) -> None:
+        """Pays from what is saved, and no more than leaves `least_ms`."""
+        self._left_ms = max(self._left_ms - ms, least_ms)
 
 
 class RestRule:
@@ -145,13 +164,11 @@ class RestRule:
         """Steps before there can be drafts, unless the model has KV of all requests' tokens."""
         return 0 if is_fed else max(0, CONTEXT_STEPS - self._num_fed)
 
-    def step(self, wants_drafts: bool, is_fed: bool) -> bool:
-        """A step begins; whether the requests can be given drafts after it, if they are to be."""
-        can_draft = self.num_steps_to_feed(is_fed) == 0
+    def step(self, wants_drafts: bool) -> None:
+        """A step begins."""
         self._num_idle = 0 if wants_drafts else self._num_idle + 1
         self.rests = self._num_idle >= REST_AFTER
         self._num_fed = 0 if self.rests else self._num_fed + 1
-        return can_draft
 
 
 def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:
@@ -161,17 +178,3 @@ def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: 
     best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))
     plain = lengths[0] / costs[0]
     return best if lengths[best] / costs[best] > plain * (1 + least_gain) else 0
-
-
-def hopeful_tiers(
-    lengths: Sequence[float], costs: Mapping[int, float], best: int, least_gain: float
-) -> list[int]:
-    """Tiers above the best one that would beat it if all their further drafts were right; arguments
-    as for `best_tier`."""
-    chance = lengths[best] - lengths[best - 1] if best else 1.0  # that the best tier's are right
-    least = lengths[best] / costs[best] * (1 + least_gain)
-    return [
-        tier
-        for tier in costs
-        if tier > best and (lengths[best] + chance * (tier - best)) / costs[tier] > least
-    ]

@@ -8,8 +8,7 @@ accepted should go.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping
 from functools import partial
 
 from sglang.srt.lookahead.acceptance_estimate import (
@@ -19,13 +18,12 @@ from sglang.srt.lookahead.acceptance_estimate import (
     with_draftless_steps,
 )
 from sglang.srt.lookahead.contract import Budget
-from sglang.srt.lookahead.length_policy import PolicyParts
-from sglang.srt.lookahead.load_aware_drafts import PRICE_EVERY, LoadAwareDrafts
-from sglang.srt.lookahead.round_options import RoundOptions
+from sglang.srt.lookahead.length_policy import LengthPolicy, PolicyParts
+from sglang.srt.lookahead.load_aware_drafts import LEAST_GAIN, PRICE_EVERY, Probes, best_tier
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
 
 
-class LoadAwareMasks(LoadAwareDrafts):
+class LoadAwareMasks(LengthPolicy):
     """The number of masks that gives most tokens per millisecond, probed like numbers of drafts.
 
     What counts is how often the tokens of a run were accepted (`Survival`), and the price of a
@@ -33,67 +31,53 @@ class LoadAwareMasks(LoadAwareDrafts):
     drafts that masks of the step before have left.
     """
 
-    may_rest = False
-
-    @staticmethod
-    def tiers(options: RoundOptions) -> tuple[int, ...]:
-        return tuple(range(options.num_steps + 1))
+    needs_prices = True
 
     def __init__(self, parts: PolicyParts) -> None:
-        super().__init__(parts)
         assert parts.steps is not None, "Lengths go by prices, and none were measured."
-        self._steps = parts.steps
-        self._max_k = 1 + parts.options.num_steps
-        self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_k))
-        self._known = dict[Hashable, Mapping[int, float]]()  # costs by `UpcomingStep.cache_key`
+        self._steps, self._max_masks = parts.steps, parts.options.num_steps
+        self._survival = defaultdict[Kind, Survival](partial(Survival, self._max_masks))
+        self._probes = Probes(max(LEAST_GAIN, parts.steps.spread))
+        self._costs = dict[Hashable, Mapping[int, float]]()  # by `UpcomingStep.cache_key`
         self._shares = dict[tuple[Kind, int], float]()  # while those hold
+        self._age = 0  # of the costs, in steps
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        budget = super().choose(upcoming)
+        lengths = [upcoming.beside + each for each in upcoming.mean_lengths(self._runs)]
+        costs = self._costs_ms(upcoming)
+        best = self.settled = best_tier(lengths, costs, self._probes.least_gain)
+        chosen = self._probes.tier(best, lengths, costs)
+        self._probes.pay(costs[chosen] - costs[best])
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
-            self._survival[kind].forget(budget.limit)
-        if not upcoming.is_packed:
-            return budget
-        return replace(budget, num_rows=self._num_rows(upcoming, budget.limit))
+            self._survival[kind].forget(chosen)
+        limit = 1 + chosen
+        return Budget(limit, self._num_rows(upcoming, limit) if upcoming.is_packed else None)
 
     def observe(self, outcome: StepOutcome) -> None:
-        if outcome.plan.budget is None:
+        if outcome.record.plan.draft_length == 0:
             return
-        tried_and_taken = outcome.num_tried, outcome.num_accepted
-        alike = Counter(zip(outcome.kinds, *tried_and_taken, strict=True))
+        alike = Counter(zip(outcome.kinds, outcome.num_tried, outcome.num_accepted, strict=True))
         for (kind, tried, taken), count in alike.items():
-            if tried and kind is not None:
-                self._survival[kind].record(tried, taken, count)
+            if taken and kind is not None:
+                self._survival[kind].record(tried - 1, range(taken - 1), count)
 
-    def lengths(self, upcoming: UpcomingStep) -> list[float]:
-        """Tokens that a request which looks ahead is given with 0, 1, ... masks, on average."""
-        totals, num_ahead = [0.0] * upcoming.longest, 0
-        runs = dict[Kind, list[float]]()
-        for request, count in upcoming.emitting.items():
-            if request.k == 1:
-                continue
-            num_ahead += count
-            kind = request.kind
-            if kind is not None and kind not in runs:
-                found = self._survival[kind].runs(self._max_k)
-                runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
-            for place in range(len(totals)):
-                length = min(request.k, 1 + place) if request.is_adjustable else request.k
-                totals[place] += count * (length if kind is None else runs[kind][length - 1])
-        return [total / num_ahead for total in totals]
+    def _runs(self, kind: Kind) -> list[float]:
+        runs = self._survival[kind].runs(self._max_masks)
+        return with_draftless_steps(runs) if kind.emits_only_confirmed else runs
 
-    def _costs_ms(self, upcoming: UpcomingStep, lengths: Sequence[float]) -> Mapping[int, float]:
+    def _costs_ms(self, upcoming: UpcomingStep) -> Mapping[int, float]:
+        """Milliseconds of a step by its masks, PRICE_EVERY - 1 steps old at most."""
         self._age += 1
         if self._age >= PRICE_EVERY:
             self._age = 0
-            self._known.clear()
+            self._costs.clear()
             self._shares.clear()
-        if (key := upcoming.cache_key) not in self._known:
+        if (key := upcoming.cache_key) not in self._costs:
             free = whole = self._steady_ms(upcoming, False)
             if upcoming.prompt_rows:
                 whole = self._steady_ms(upcoming, True)
-            self._known[key] = dict(enumerate(free[0] + cost - whole[0] for cost in whole))
-        return self._known[key]
+            self._costs[key] = dict(enumerate(free[0] + cost - whole[0] for cost in whole))
+        return self._costs[key]
 
     def _steady_ms(self, upcoming: UpcomingStep, with_prompts: bool) -> list[float]:
         """Prices of a step with 0, 1, ... masks, each while steps are alike."""
@@ -104,10 +88,8 @@ class LoadAwareMasks(LoadAwareDrafts):
     def _share_with_drafts(self, kind: Kind, k: int) -> float:
         """Returns the share of verified requests of a kind that have drafts when they predict k
         tokens per step."""
-        if k == 1:
-            return 1.0
         if (kind, k) not in self._shares:
-            self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k)[-2:])
+            self._shares[kind, k] = share_with_drafts(*self._survival[kind].runs(k - 1)[-2:])
         return self._shares[kind, k]
 
     def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:

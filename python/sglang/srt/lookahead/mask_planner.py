@@ -103,9 +103,7 @@ class MaskPlanner(Planner):
             max_accepted=max(1, *[bound if confirmed else k for k, bound, confirmed in flags]),
             lookahead_token=config.mask_token_id,
             wants_probs=not counts.is_plain and any(request.tau > 0 for request in requests),
-            accepts_unconfirmed=not all(counts.emits_only_confirmed),
             draft_length=0 if budget is None else limit,
-            budget=budget,
         )
 
     def _budget(
@@ -119,11 +117,8 @@ class MaskPlanner(Planner):
         bounds = compress([0] * split + pending[split:], batch.emits)
         wishes = zip(emitting, bounds, strict=True)
         asked = Counter([(each.kind, each.k, each.is_adjustable, bound) for each, bound in wishes])
-        upcoming = UpcomingStep.of(
-            batch,
-            {EmittingRequest(*each): count for each, count in asked.items()},
-            is_packed=self._config.packs_rows,
-        )
+        kinds = {EmittingRequest(*each): count for each, count in asked.items()}
+        upcoming = UpcomingStep.of(batch, kinds, is_packed=self._config.packs_rows)
         return self.policy.choose(upcoming)
 
     def observe(self, record: StepRecord, result: HostResult) -> None:
@@ -138,17 +133,14 @@ class MaskPlanner(Planner):
             if predicted and request.confirms:
                 tried = max(request.pending, taken)
                 request.pending = predicted if taken == tried else 1
-                if taken == 0:
-                    tried = 0
-                elif request.tau == 0:
+                if request.tau == 0:
                     tried = 1 + (num_drafts[i] if num_drafts else 0)
             num_tried.append(tried)
         outcome = StepOutcome(
-            plan=record.plan,
-            rows=record.rows,
+            record=record,
+            result=result,
             num_tried=num_tried,
             num_accepted=result.accept_lens,
-            num_tokens=sum(result.accept_lens),
             kinds=[request.kind for request in requests],
         )
         self.policy.observe(outcome)
@@ -175,16 +167,12 @@ def _packed_size(
     num_rows: int,
 ) -> PackedSize:
     """Room of a step that the device divides; `num_rows` as in `Budget`."""
-    fixed_rows = fixed_reads = num_spare = most = num_cut = 0
-    for i, request in enumerate(requests):
-        is_decode = i >= batch.num_prompts
-        if is_decode and request.k > 1 and request.confirms:
-            num_cut += 1
-            most += counts.q_lens[i]
-            continue
-        fixed_rows += counts.q_lens[i]
-        fixed_reads += counts.num_read[i]
-        # Unverified requests may have fewer pending tokens than the host expects.
-        num_spare += pending[i] - 1 if is_decode else 0
-    given = min(most, max(num_rows - fixed_rows, num_cut))
-    return PackedSize(fixed_rows + given, fixed_reads + min(most, given + num_spare))
+    decodes = range(batch.num_prompts, len(requests))
+    cut = {i for i in decodes if requests[i].k > 1 and requests[i].confirms}
+    most = sum(counts.q_lens[i] for i in cut)  # of which all are read
+    num_others = counts.num_rows - most
+    given = min(most, max(num_rows - num_others, len(cut)))
+    # Unverified requests may have fewer pending tokens than the host expects.
+    num_spare = sum(pending[i] - 1 for i in decodes if i not in cut)
+    num_read = counts.num_reads - most + min(most, given + num_spare)
+    return PackedSize(num_others + given, num_read)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection
 
-from sglang.srt.lookahead.acceptance_estimate import Kind, Trials
+from sglang.srt.lookahead.acceptance_estimate import Kind, Survival
 from sglang.srt.lookahead.length_policy import PolicyParts
 from sglang.srt.lookahead.load_aware_drafts import LoadAwareDrafts
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
@@ -32,70 +32,34 @@ def class_of(match_len: int) -> int:
     return bisect.bisect_left(LONGEST_OF_CLASS, match_len)
 
 
-class _Chances:
-    """Chances of drafts after matches of one class, of which WINDOW are remembered at each place:
-    of a chain, that a draft is right if those before it are; of a tree, whose likeliest nodes come
-    first, that a node is right and all that it follows."""
-
-    def __init__(self, num_places: int, prior: float, has_trees: bool) -> None:
-        self._prior, self._has_trees = prior, has_trees
-        self.trials = [Trials() for _ in range(num_places)]
-
-    def record(self, num_fed: int, places: Collection[int]) -> None:
-        """Hears of a request how many drafts it fed, and at which places they were right."""
-        for place in range(num_fed if self._has_trees else min(num_fed, len(places) + 1)):
-            self.trials[place].add(1, place in places, WINDOW)
-
-    def lengths(self) -> list[float]:
-        """Tokens that a request is expected to be given with 0, 1, ... drafts. A place that was
-        seldom tried is taken to be like the one before it: in a tree its chance is as small a part
-        of that of the node before it as the first node's is of 1."""
-        chance, reached, found, part = self._prior, 1.0, [1.0], 1.0
-        for place, trials in enumerate(self.trials):
-            chance = trials.chance(chance * part, PRIOR_TRIALS)
-            if self._has_trees:
-                reached, part = chance, chance if place == 0 else part
-            else:
-                reached *= chance
-            found.append(found[-1] + reached)
-        return found
-
-
 class MatchedDrafts(LoadAwareDrafts):
     """The tier that gives most tokens per millisecond, by the matches of the requests at hand."""
 
     reads_matches = True
-    may_rest = False
     least_gain = 0.03  # what is known of a class goes up and down more than what is of all
 
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts)
         most, has_trees = parts.options.num_steps, parts.options.has_trees
-        self._chances = [_Chances(most, prior, has_trees) for prior in PRIORS]
+        self._survival = [Survival(most, each, PRIOR_TRIALS, WINDOW, has_trees) for each in PRIORS]
 
     def lengths(self, upcoming: UpcomingStep) -> list[float]:
-        sums = [0.0] * (1 + self._tiers[-1])
-        for request, count in upcoming.emitting.items():
-            if request.kind is not None:
-                lengths = self._chances[request.kind.match].lengths()
-                pairs = zip(sums, lengths, strict=True)
-                sums = [total + count * length for total, length in pairs]
-        return [total / (upcoming.num_reqs - upcoming.num_plain) for total in sums]
+        most = self._tiers[-1]
+        return upcoming.mean_lengths(lambda kind: self._survival[kind.match].runs(most))
 
     def observe(self, outcome: StepOutcome) -> None:
         self._prompts.observe(outcome)
-        if outcome.plan.num_drafted_for is None:
-            return
-        for index, num_fed in enumerate(outcome.num_fed):
-            kind = outcome.kinds[index]
+        fed = zip(outcome.kinds, outcome.result.num_drafts, strict=False)
+        for index, (kind, num_fed) in enumerate(fed):
             if num_fed and kind is not None:
-                self._chances[kind.match].record(num_fed, right_places(outcome, index))
+                self._survival[kind.match].record(num_fed, right_places(outcome, index))
 
 
 def right_places(outcome: StepOutcome, index: int) -> Collection[int]:
     """Returns the places of the drafts of a request that were fed and right: of a tree its nodes
     but the root, counted from 0."""
-    num_right = min(outcome.num_accepted[index] - 1, outcome.num_fed[index])
-    if not outcome.paths:
+    result = outcome.result
+    num_right = min(outcome.num_accepted[index] - 1, result.num_drafts[index])
+    if not result.paths:
         return range(num_right)
-    return [node - 1 for node in outcome.paths[index][1 : 1 + num_right]]
+    return [node - 1 for node in result.paths[index][1 : 1 + num_right]]

@@ -7,7 +7,6 @@ import math
 
 from sglang.srt.lookahead.round_prices import StepCase
 from sglang.srt.lookahead.upcoming_step import StepOutcome, UpcomingStep
-from sglang.srt.step.worker import ScheduleBatch
 
 ROW_GRAIN = 32  # rows of prompts are rounded to multiples of it: there are few prices to compute
 MEMORY_STEPS, MEMORY_PROMPTS = 64, 16  # steps that are remembered, and of these with prompts
@@ -15,13 +14,6 @@ LEAST_PROMPTS = 0.02  # of a step; below, they are left out
 # Numbers of prompts that are looked at: SPREAD standard deviations around the mean, MAX_NUMBERS at
 # most.
 SPREAD, MAX_NUMBERS = 1.7, 6
-
-
-def case_of(batch: ScheduleBatch, num_drafting: int) -> StepCase:
-    """Returns the case of a step, of whose decoding requests so many have drafts."""
-    decodes = batch.kv_lens_before[batch.num_prompts :]
-    num_plain, prompts = len(decodes) - num_drafting, _rounded(sum(batch.num_prompt_tokens))
-    return StepCase(len(decodes), sum(decodes), ((1.0, prompts),), num_plain)
 
 
 class Mean:
@@ -47,7 +39,7 @@ class PromptMix:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._most_rows = _rounded(max_rows)
+        self._most_rows = in_grains(max_rows)
         self._full, self._full_rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)
         self._prompts, self._rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)  # of other steps
         self._tokens = Mean(MEMORY_STEPS)  # of a step
@@ -68,8 +60,8 @@ class PromptMix:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Hears how many tokens a step gave, also beyond the ends of requests."""
-        if outcome.plan.num_drafted_for is not None:
-            self._tokens.add(outcome.num_tokens)
+        if outcome.record.plan.num_drafted_for is not None:
+            self._tokens.add(sum(outcome.result.accept_lens))
 
     def cases(self, upcoming: UpcomingStep, pace: float) -> StepCase:
         """Returns what may share a step of these requests, if steps give each of them `pace`
@@ -86,10 +78,10 @@ class PromptMix:
         each, others, most = self._rows.value, 1.0 - full, self._most_rows
         prompts = dict[int, float]()  # the chance of a number of rows
         for chance, number in numbers:
-            rows = _rounded(number * each, most)
+            rows = in_grains(number * each, most)
             prompts[rows] = prompts.get(rows, 0.0) + others * chance
         if full:
-            rows = _rounded(self._full_rows.value, most)
+            rows = in_grains(self._full_rows.value, most)
             prompts[rows] = prompts.get(rows, 0.0) + full
         found = tuple([(chance, rows) for rows, chance in prompts.items() if chance])
         return StepCase(num_reqs, upcoming.kv_tokens, found, num_plain)
@@ -113,7 +105,7 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
     return [(weight / total, number) for weight, number in found]
 
 
-def _rounded(rows: float, most: int | None = None) -> int:
+def in_grains(rows: float, most: int | None = None) -> int:
     """To whole grains; some rows are one at least."""
     found = (round(rows / ROW_GRAIN) or 1) * ROW_GRAIN if rows else 0
     return found if most is None or found < most else most

@@ -52,7 +52,6 @@ class RoundOptions:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        assert not self.trees_of_any_size or self.num_steps <= self.num_free, "No draft steps."
         if self.tree is not None:
             assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
             assert self.tier_policy == "fixed", "Trees are all of one shape."

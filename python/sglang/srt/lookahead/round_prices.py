@@ -71,11 +71,15 @@ class MeasuredRoundPrices:
         return total_ms
 
     def beside_ms(self, upcoming: StepCase, num_drafts: int, prompt_rows: int) -> float:
-        """Milliseconds beside so many rows of prompts, whatever those of the case are. To these
-        belongs what their rows would cost elsewhere, and no more than their share of all rows."""
+        """Milliseconds beside so many rows of prompts, whatever those of the case are."""
         num_reqs, kv_tokens, _, num_plain = upcoming
         num_rows = num_reqs + (num_reqs - num_plain) * num_drafts
         cost = self.cost(num_reqs, num_drafts, num_rows, prompt_rows, num_plain)
+        return self.own_ms(cost, kv_tokens, num_rows, prompt_rows)
+
+    def own_ms(self, cost: LatencyByKV, kv_tokens: int, num_rows: int, prompt_rows: int) -> float:
+        """Milliseconds of a round without those of the prompts beside its rows: to these belongs
+        what their rows would cost elsewhere, and no more than their share of all rows."""
         ms, share = cost.rows_ms + cost.kv_ms * kv_tokens, prompt_rows / (prompt_rows + num_rows)
         return ms - min(self.prompt_row_ms * prompt_rows, share * ms)
 

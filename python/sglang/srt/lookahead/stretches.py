@@ -24,6 +24,8 @@ tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from sglang.srt.lookahead.acceptance_estimate import Trials
 from sglang.srt.lookahead.upcoming_step import StepOutcome
 
@@ -37,48 +39,25 @@ FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # every stretch ends
 
 
-class _Chance:
-    """The chance that drafts of one kind are right now. Where little is known of now, it is that of
-    the past."""
-
-    def __init__(self) -> None:
-        self._now, self._past = Trials(), Trials()
-
-    def add(self, tried: int, right: int, memory: float) -> None:
-        """Adds drafts of one step."""
-        if tried:
-            self._past.add(tried, right, PAST_MEMORY)
-            self._now.add(tried, right, memory)
-        else:
-            self._now.scale(1.0 - 1.0 / FORGETTING_STEPS)
-
-    def renew(self) -> None:
-        """Forgets what is known of now."""
-        self._now.scale(0.0)
-
-    def value(self) -> float:
-        """Returns the chance."""
-        return self._now.chance(self._past.chance(FIRST_CHANCE, FIRST_TRIALS), PAST_TRIALS)
-
-
 class Stretches:
     """Counts, over all requests, how often stretches of right drafts begin and go on."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._begin, self._stay = _Chance(), _Chance()
-        self._was_full = [False] * num_rows  # the last round of the request of each row
+    def __init__(self) -> None:
+        # Of drafts that begin a stretch and of further ones: those of now, and of all that ran.
+        self._kinds = (Trials(), Trials()), (Trials(), Trials())
+        self._was_full = defaultdict[int, bool](bool)  # the last round of the request of each row
 
     def renew(self) -> None:
         """Most requests are new: they are taken to be like all before them."""
-        self._begin.renew()
-        self._stay.renew()
+        for now, _ in self._kinds:
+            now.scale(0.0)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Hears a step; one that feeds a request's prompt, without drafts, ends what was before. Of
         drafts that were not fed it is a guess which were right."""
         begun = begun_right = further = further_right = 0
-        was_full, rows = self._was_full, outcome.rows
-        fed = outcome.num_fed or [tried - 1 for tried in outcome.num_tried]
+        was_full, rows = self._was_full, outcome.record.rows
+        fed = outcome.result.num_drafts or [tried - 1 for tried in outcome.num_tried]
         counts = zip(rows, outcome.num_tried, outcome.num_accepted, fed, strict=True)
         for row, tried, taken, num_fed in counts:
             if tried <= 1:
@@ -92,12 +71,22 @@ class Stretches:
                 further_right += taken - 2
             was_full[row] = 0 < num_fed < taken
         memory = max(LEAST_MEMORY, MEMORY_STEPS * len(rows))
-        self._begin.add(begun, begun_right, memory)
-        self._stay.add(further, further_right, memory)
+        told = (begun, begun_right), (further, further_right)
+        for (now, past), (num_tried, num_right) in zip(self._kinds, told, strict=True):
+            if num_tried:
+                past.add(num_tried, num_right, PAST_MEMORY)
+                now.add(num_tried, num_right, memory)
+            else:
+                now.scale(1.0 - 1.0 / FORGETTING_STEPS)
 
     def lengths(self, most: int) -> list[float]:
-        """Tokens that a round gives a request with 0, 1, ... `most` drafts."""
-        begin, stay = self._begin.value(), min(self._stay.value(), MOST_CHANCE)
+        """Tokens that a round gives a request with 0, 1, ... `most` drafts. Where little is known
+        of now, chances are those of the past."""
+        begin, stay = [
+            now.chance(past.chance(FIRST_CHANCE, FIRST_TRIALS), PAST_TRIALS)
+            for now, past in self._kinds
+        ]
+        stay = min(stay, MOST_CHANCE)
         more_again = stay * stay - stay * begin  # beyond `begin`
         found, reached, power = [1.0], 0.0, 1.0
         for _ in range(most):

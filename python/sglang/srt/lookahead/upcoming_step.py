@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang.srt.lookahead.acceptance_estimate import Kind
-from sglang.srt.lookahead.contract import StepPlan
+from sglang.srt.lookahead.contract import StepRecord
 from sglang.srt.step.price_table import PromptChunk, StepShape
-from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 # Maps (kind, k) to the share of requests with drafts pending; k tokens were predicted last step.
 ShareWithDrafts = Callable[[Kind, int], float]
@@ -34,8 +34,6 @@ class UpcomingStep:
 
     emitting: Mapping[EmittingRequest, int] = field(default_factory=dict)  # how many ask for it
     kv_tokens: int = 0  # tokens with KV of all these requests
-    prompt_rows: int = 0  # prompt tokens fed, in all
-    longest_prompt: int = 0  # and by one request
     prompt_reqs: int = 0  # requests that feed prompt tokens and emit nothing yet
     prompts: tuple[PromptChunk, ...] = ()
     is_packed: bool = False  # the device divides its rows among requests (`Budget.num_rows`)
@@ -43,6 +41,8 @@ class UpcomingStep:
     num_reqs: int = field(init=False)  # those that emit
     num_plain: int = field(init=False)  # of these, who do not look ahead
     num_new: int = field(init=False)  # and who have just fed the end of their prompts
+    prompt_rows: int = field(init=False)  # prompt tokens fed, in all
+    longest_prompt: int = field(init=False)  # and by one request
 
     @classmethod
     def of(
@@ -55,17 +55,14 @@ class UpcomingStep:
     ) -> UpcomingStep:
         """The step of a batch, whose requests ask for this."""
         split = batch.num_prompts
-        fed, num_fed = batch.requests[:split], batch.num_prompt_tokens[:split]
+        fed = batch.requests[:split]
         new = [each.kv_len_before + each.num_prompt_tokens for each in fed if each.emits]
+        chunks = [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
         return cls(
             emitting=emitting,
             kv_tokens=sum(batch.kv_lens_before[split:]) + sum(new),
-            prompt_rows=sum(num_fed),
-            longest_prompt=max(num_fed, default=0),
             prompt_reqs=split - len(new),
-            prompts=tuple(
-                [PromptChunk(each.kv_len_before, each.num_prompt_tokens) for each in fed]
-            ),
+            prompts=tuple(chunks),
             is_packed=is_packed,
             is_fed=is_fed,
         )
@@ -77,6 +74,8 @@ class UpcomingStep:
             num_plain += count * (request.k == 1)
             num_new += count * (request.pending == 0)
         self.__dict__.update(num_reqs=num_reqs, num_plain=num_plain, num_new=num_new)
+        rows = [chunk.num_rows for chunk in self.prompts]
+        self.__dict__.update(prompt_rows=sum(rows), longest_prompt=max(rows, default=0))
 
     @property
     def cache_key(self) -> Hashable:
@@ -87,9 +86,28 @@ class UpcomingStep:
         return frozenset(emitting.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
 
     @property
+    def beside(self) -> float:
+        """Tokens of those who do not look ahead, for each of those who do."""
+        return self.num_plain / (self.num_reqs - self.num_plain)
+
+    @property
     def longest(self) -> int:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
+
+    def mean_lengths(self, runs: Callable[[Kind], Sequence[float]]) -> list[float]:
+        """Tokens that a request which looks ahead is given on average, where adjustable ones have
+        0, 1, ... masks or drafts. `runs`: tokens of a kind with so many."""
+        totals, runs_of = [0.0] * self.longest, dict[Kind, Sequence[float]]()
+        for (kind, k, is_adjustable, _), count in self.emitting.items():
+            if k == 1:
+                continue
+            if kind is not None and kind not in runs_of:
+                runs_of[kind] = runs(kind)
+            for place in range(len(totals)):
+                length = min(k, 1 + place) if is_adjustable else k
+                totals[place] += count * (length if kind is None else runs_of[kind][length - 1])
+        return [total / (self.num_reqs - self.num_plain) for total in totals]
 
     def current_shape(
         self,
@@ -108,7 +126,7 @@ class UpcomingStep:
             length = min(k, limit) if is_adjustable else k
             pending = min(pending, 1) + length - 1 if is_steady else pending
             num_rows = count * (pending + length - 1)
-            if self.is_packed and can_be_cut and kind is not None and share is not None:
+            if self.is_packed and can_be_cut and kind is not None and share and pending > 1:
                 chance = share(kind, pending)
                 likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
                 num_rows = count * length + math.ceil(min(count, likely) * (pending - 1))
@@ -117,27 +135,20 @@ class UpcomingStep:
             read += num_rows if can_be_cut else count * length
             widest = max(widest, pending + length - 1)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
-        alone = StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
         if not with_prompts:
-            return alone
-        return alone._replace(
-            num_reqs=reqs + self.prompt_reqs,
-            widest=max(widest, self.longest_prompt),
-            num_rows=rows + self.prompt_rows,
-            prompts=self.prompts,
-        )
+            return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
+        reqs, rows = reqs + self.prompt_reqs, rows + self.prompt_rows
+        widest = max(widest, self.longest_prompt)
+        return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv, self.prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """A step of R requests that has been read."""
 
-    plan: StepPlan
-    rows: Sequence[int]  # R rows of the page table
-    # R counts of tokens that each could accept, 1 without look-ahead; 0: nothing is learnt of it.
-    num_tried: Sequence[int]
-    num_accepted: Sequence[int]  # R; where the step was cut some may be a guess
-    num_tokens: int = 0  # given to all requests
-    num_fed: Sequence[int] = ()  # R counts of drafts that were fed; empty: all that there were
+    record: StepRecord
+    result: HostResult
+    num_tried: Sequence[int]  # R counts of tokens that each could accept, 1 without look-ahead
+    # R; where the step was cut some may be a guess. 0: nothing is learnt of it.
+    num_accepted: Sequence[int]
     kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them
-    paths: Sequence[Sequence[int]] = ()  # see `HostResult`

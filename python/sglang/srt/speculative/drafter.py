@@ -128,8 +128,8 @@ class Drafter(Protocol):
         return
 
     def num_unconfirmed(self, chosen: ChosenTokens) -> torch.Tensor:
-        """Tokens that unverified requests (see `StepCounts`) are given of a step whose plan says so
-        (`StepPlan.accepts_unconfirmed`): [R] int64, at least 1; ignored for others."""
+        """Tokens that unverified requests (`StepCounts.emits_only_confirmed`) are given of a step:
+        [R] int64, at least 1; ignored for others."""
         raise AssertionError("No plan for this drafter says so.")
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:

@@ -20,38 +20,19 @@ EVEN_MATCH, LEAST_MATCH = 4, 0.1
 ABSENT = -1.0  # the score of a node that cannot be had; below all others
 
 
-class Trials:
-    """Counts on the device, by cells: of the drafts that were `tried`, all before them being right,
-    those that were `right`. Both are float32 of the shape of the prior, the chance that a draft of
-    each cell is right, before any was tried. Nothing waits for it."""
-
-    def __init__(self, prior: torch.Tensor) -> None:
-        self.tried = torch.zeros_like(prior)
-        self.right = torch.zeros_like(prior)
-        self._prior_right = PRIOR_TRIALS * prior
-
-    def add(self, cells: torch.Tensor, tried: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds drafts, of one shape: int64 cells in the flattened counts, `tried`, `right` bool."""
-        for counts, were in ((self.tried, tried), (self.right, right)):
-            counts.view(-1).index_add_(0, cells.flatten(), were.flatten().to(counts.dtype))
-        share = (WINDOW / self.tried.clamp(min=1.0)).clamp(max=1.0)
-        self.tried *= share
-        self.right *= share
-
-    def chances(self) -> torch.Tensor:
-        """Float32, of the shape of the prior; 0 to 1."""
-        return (self.right + self._prior_right) / (self.tried + PRIOR_TRIALS)
-
-
 class MatchConfidence:
-    """Chances of chains, by class and place in the chain: `trials` are [C, D]. Classes are of
-    matches, unless chains have other scores.
+    """Chances of chains, by class and place in the chain, counted on the device; nothing waits for
+    it. Classes are of matches, unless chains have other scores.
+
+    Attributes:
+        tried: [C, D] float32; drafts that were tried, all before them being right.
+        right: [C, D] float32; those of them that were right.
 
     Args:
         num_rows: of the token table, padding included; `padding_row` teaches nothing.
         max_drafts: D.
         bounds: ascending; the greatest score of each class but the last one.
-        priors: chances of the C classes before anything is known; None: PRIOR_CONFIDENCE each.
+        priors: chances of the C classes before anything is known, or one of each.
     """
 
     def __init__(
@@ -61,12 +42,11 @@ class MatchConfidence:
         padding_row: int,
         device: torch.device,
         bounds: Sequence[float] = LONGEST_OF_CLASS,
-        priors: Sequence[float] | None = None,
+        priors: Sequence[float] = (PRIOR_CONFIDENCE,),
     ) -> None:
-        values = priors or [PRIOR_CONFIDENCE] * (1 + len(bounds))
-        assert len(values) == 1 + len(bounds), "One of each class."
-        prior = to_device(values, device, torch.float32)[:, None]
-        self.trials = Trials(prior.repeat(1, max_drafts))
+        prior = to_device(priors, device, torch.float32)[:, None]
+        self._prior_right = PRIOR_TRIALS * prior.expand(1 + len(bounds), max_drafts)
+        self.tried, self.right = torch.zeros((2, *self._prior_right.shape), device=device)
         self._classes = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._bounds = to_device(bounds, device, torch.tensor(bounds).dtype)
         self._places = torch.arange(max_drafts, device=device)
@@ -79,13 +59,17 @@ class MatchConfidence:
         num_right, places = num_right[:, None], self._places
         tried = (places < num_fed) & (places <= num_right)
         cells = self._classes[rows][:, None] * len(places) + places
-        self.trials.add(cells, tried, tried & (places < num_right))
+        for counts, were in ((self.tried, tried), (self.right, tried & (places < num_right))):
+            counts.view(-1).index_add_(0, cells.flatten(), were.flatten().to(counts.dtype))
+        share = (WINDOW / self.tried.clamp(min=1.0)).clamp(max=1.0)
+        self.tried *= share
+        self.right *= share
 
     def proposed(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns [R, D] float32 for `StepOps.write_drafts`, of drafts with these scores [R], such
         as the lengths of the matches that they follow; rows [R] int64."""
         self._classes[rows] = classes = torch.bucketize(scores, self._bounds)
-        return self.trials.chances()[classes]
+        return ((self.right + self._prior_right) / (self.tried + PRIOR_TRIALS))[classes]
 
 
 class OrderedNodes(NamedTuple):

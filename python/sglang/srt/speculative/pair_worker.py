@@ -39,13 +39,11 @@ from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import NgramOps
 from sglang.srt.speculative.ngram_worker import DEFAULT_CAPACITY, planned_counts, within_budget
 from sglang.srt.speculative.step_parts import extended_part_of, others, part_of
-from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import DraftMakers, ScheduleBatch
 
 # Classes of the model's chains: shares of their drafts that are right, by the model itself.
 SHARES_OF_CLASS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
-MODEL_PRIORS = (PRIOR_CONFIDENCE,) * (1 + len(SHARES_OF_CLASS))
 EITHER, MODEL, NGRAMS = 0, 1, 2  # what a request asks for
 Step = TypeVar("Step", ComputedStep, ExtendedStep)
 
@@ -71,7 +69,7 @@ class _Chains:
     """
 
     def __init__(self, num_rows: int, max_drafts: int, confidence: MatchConfidence) -> None:
-        device = confidence.trials.tried.device
+        device = confidence.tried.device
         self.tokens = torch.zeros((num_rows, max_drafts), dtype=torch.int64, device=device)
         self.counts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._confidence = confidence
@@ -118,7 +116,7 @@ class PairDrafter(Drafter):
         self._corpus_budget = ngrams.corpus_budget
         most, padding = options.rounds.num_steps, state.padding_row
         by_share = [most * share for share in SHARES_OF_CLASS]
-        of_model = MatchConfidence(num_rows, most, padding, device, by_share, MODEL_PRIORS)
+        of_model = MatchConfidence(num_rows, most, padding, device, by_share)
         of_match = MatchConfidence(num_rows, most, padding, device, LONGEST_OF_CLASS, PRIORS)
         self._of_model = _Chains(num_rows, most, of_model)
         self._of_match = _Chains(num_rows, most, of_match)

@@ -22,8 +22,7 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     """Returns prices of rounds, of which those of the drafter's model are measured here or taken
     from the cache; None where nothing goes by them. The model rests if it may and can."""
     rounds: RoundOptions = parts.options.rounds
-    target_prices = parts.prices
-    if not rounds.needs_prices or target_prices is None:
+    if not rounds.needs_prices or parts.prices is None:
         return None
     head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
     width = 1 + rounds.num_steps
@@ -31,12 +30,12 @@ def measured_rounds(parts: DrafterParts, may_rest: bool = False) -> MeasuredRoun
     if rounds.tile_spec_cache is None:
         prices = measure()
     else:
-        ends = cliffs(target_prices) or "no number of"
+        ends = cliffs(parts.prices) or "no number of"
         logger.info("--tile-spec: steps take far longer after %s rows.", ends)
         folder = folder_of(rounds.tile_spec_cache, parts.runners.target)
         prices = TileSpecProfiler(folder, head, parts.runners.target).head(measure)
     return MeasuredRoundPrices(
-        target_prices,
+        parts.prices,
         prices,
         tree=rounds.tree,
         max_requests=num_rows,
@@ -69,16 +68,15 @@ def planner_of_rounds(
 ) -> DraftPlanner:
     """Makes the planner of a drafter whose options have rounds; prices as `measured_rounds` gave
     them."""
-    target, num_rows = parts.runners.target, parts.runners.memory.table.num_rows
+    target = parts.runners.target
     tile_spec: TileSpec | None = None
     if options.tile_spec_cache is not None:
         assert prices is not None, "Rows go by prices, and none were measured."
         packs_in_graphs = target.config.capabilities.reads_q_starts
-        tile_spec = TileSpec(prices, packs_in_graphs, options.tile_spec_drafts, options.has_trees)
+        tile_spec = TileSpec(prices, packs_in_graphs, options.tile_spec_drafts)
     policy = options.policy(
         PolicyParts(
             options=options,
-            num_rows=num_rows,
             max_prompt_rows=parts.runners.max_prompt_rows,
             rounds=tile_spec or prices,
             graph_size=int if target.graph_keys is None else target.graph_keys.decode_size,
@@ -87,4 +85,4 @@ def planner_of_rounds(
     )
     may_rest = all(runner.config.may_rest for runner in parts.runners.runners[1:])
     left_out = LeftOutRows(parts.modelless) if may_rest else None
-    return DraftPlanner(options, num_rows, policy, tile_spec, left_out)
+    return DraftPlanner(options, policy, tile_spec, left_out)

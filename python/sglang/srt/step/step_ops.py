@@ -85,6 +85,19 @@ class StepCounts:
         q_lens = [num_prompt or 1 for num_prompt in batch.num_prompt_tokens]
         return cls(q_lens, emits, emits, [True] * len(emits), is_plain=True)
 
+    @classmethod
+    def of_drafts(cls, batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
+        """Returns the counts of a step in which prompts are fed, and every other request feeds its
+        certain token and its drafts, of R counts, 0 where a prompt is fed. It is plain where there
+        are none."""
+        if not any(num_drafts):
+            return cls.plain(batch)
+        split, count = batch.num_prompts, len(num_drafts)
+        decodes = [1 + drafts for drafts in num_drafts[split:]]
+        emits = [int(each) for each in batch.emits[:split]]
+        q_lens = batch.num_prompt_tokens[:split] + decodes
+        return cls(q_lens, emits + decodes, emits + [1] * len(decodes), [True] * count)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:

@@ -341,7 +341,7 @@ class TpModelWorker:
         """Confirmed drafts and the token after them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
         num_unconfirmed = None
-        if plan.accepts_unconfirmed:
+        if not all(plan.counts.emits_only_confirmed):
             num_unconfirmed = self._drafter.num_unconfirmed(chosen)
         if self._kv is not None:
             rows = layout.per_request[ROW]
