@@ -78,24 +78,19 @@ class AdaptiveSpeculativeParams:
     """The steps of every slot, and what they learn from rounds; a path as for
     `read_adaptive_config`, or a configuration that has been read."""
 
-    def __init__(
-        self,
-        initial_steps: int,
-        cfg_path: str | None = None,
-        *,
-        config: AdaptiveConfig | None = None,
-    ) -> None:
-        self._config = read_adaptive_config(cfg_path) if config is None else config
-        self.candidate_steps = self._config.candidate_steps
-        slots = self._config.slots
-        self._states = {slot.min_batch_size: SlotState(slot, initial_steps) for slot in slots}
+    def __init__(self, initial_steps: int, cfg_path: str | AdaptiveConfig | None = None) -> None:
+        if not isinstance(cfg_path, AdaptiveConfig):
+            cfg_path = read_adaptive_config(cfg_path)
+        self._config, self.candidate_steps = cfg_path, cfg_path.candidate_steps
+        slots = cfg_path.slots.items()
+        self._states = {key: SlotState(slot, initial_steps) for key, slot in slots}
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:
-        return self._states[self._config.slot(batch_size).min_batch_size]
+        return self._states[self._config.key(batch_size)]
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int | None = None
@@ -127,7 +122,7 @@ class AdaptiveController(AdaptiveSpeculativeParams, LengthPolicy):
         return options.adaptive.candidate_steps
 
     def __init__(self, parts: PolicyParts) -> None:
-        super().__init__(parts.options.initial, config=parts.options.adaptive)
+        super().__init__(parts.options.initial, parts.options.adaptive)
         self._graph_size = parts.graph_size
         self.activate_step_by_batch(1)
 
