@@ -31,9 +31,9 @@ class SlotState:
         is_candidate = initial_steps in candidates
         self.slot = slot
         self.steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
-        self.ema = max(0.0, self.steps - 1.0)  # correct drafts of a request in a round, lately
+        # Correct drafts of a request in a round, lately; at first of the first round with drafts.
+        self.ema = max(0.0, (self.steps or next_steps(slot, 0, 0.0)) - 1.0)
         self.num_rounds = 0  # also those without drafts
-        self.has_drafted = self.steps > 0  # ever; until then `ema` means nothing
 
     def count(self, mean_correct: float) -> None:
         """Counts a round of `steps`; correct drafts per request mean nothing if these are 0."""
@@ -42,11 +42,8 @@ class SlotState:
             self.ema = (1 - slot.ema_alpha) * self.ema + slot.ema_alpha * mean_correct
         self.num_rounds += 1
         num_warm = self.num_rounds - slot.warmup_batches
-        if num_warm <= 0 or num_warm % slot.update_interval:
-            return
-        self.steps = next_steps(slot, self.steps, self.ema)
-        if self.steps > 0 and not self.has_drafted:
-            self.ema, self.has_drafted = self.steps - 1.0, True
+        if num_warm > 0 and num_warm % slot.update_interval == 0:
+            self.steps = next_steps(slot, self.steps, self.ema)
 
 
 def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
