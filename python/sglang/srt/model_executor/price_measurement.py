@@ -63,7 +63,6 @@ class PriceMeter:
         self._device = self._table.device
         make_timer = CpuTimer if self._device.type == "cpu" else GpuTimer
         self.timer = make_timer(float if runner.ranks is None else runner.ranks.first_of)
-        self._states: torch.Tensor | None = None  # [n, D]; whose logits are computed
         self._generator = torch.Generator(self._device).manual_seed(0)
 
     @torch.inference_mode()
@@ -76,7 +75,8 @@ class PriceMeter:
         steps = self.eager_rows(), lambda num_rows: self._launch(self._q_lens(num_rows))
         eager = self.timer.curve_of(*steps, "steps")
         reads = [size for size in READ_ROWS if size <= self._max_requests * self._max_width]
-        head = self.timer.curve_of(reads, self._read, "logits")
+        states = self._runner.forward(self._dummy_step([1] * min(READ_STATES, self._max_requests)))
+        head = self.timer.curve_of(reads, partial(self._read, states.hidden.clone()), "logits")
         kv_ms, row_kv_ms = self._attention()
         text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
         num_others = len(eager.sizes) + len(head.sizes)
@@ -185,12 +185,9 @@ class PriceMeter:
             width = min(PROMPT_ROWS, self._table.shape[1])
         return split(num_rows, -(-num_rows // width))
 
-    def _read(self, num_rows: int) -> Launch:
-        if self._states is None:
-            step = self._dummy_step([1] * min(READ_STATES, self._max_requests))
-            self._states = self._runner.forward(step).hidden.clone()
-        repeats = -(-num_rows // len(self._states))
-        hidden = self._states.repeat(repeats, 1)[:num_rows]
+    def _read(self, states: torch.Tensor, num_rows: int) -> Launch:
+        """Computes logits of states [n, D], repeated."""
+        hidden = states.repeat(-(-num_rows // len(states)), 1)[:num_rows]
 
         def launch() -> None:
             logits = self._runner.compute_logits(hidden)
@@ -222,9 +219,8 @@ class PriceMeter:
         vocab_size, lens = self._runner.vocab_size, [q_len + kv_len for q_len in q_lens]
         ids = torch.randint(vocab_size, (count,), generator=self._generator, device=device)
         batch = replace(batch, input_ids=ids, positions=batch.positions + kv_len)
-        if kv_len:
-            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv_slope`
-        return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
+        rows = torch.arange(len(lens), device=device) if kv_len else batch.rows  # see `_kv_slope`
+        return replace(batch, rows=rows, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
         """Returns sizes that no graph covers, and before them the largest that one does."""
