@@ -109,14 +109,11 @@ class TileSpecProfiler:
     def _read(self) -> DraftPrices | None:
         """Returns what the file holds if it is whole; of a target there are no passes. All ranks
         get what the first one reads."""
-        path, data, problem = self._path, b"", ""
-        # If what cannot be opened cannot be replaced either, `_keep` says so.
-        if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
-            problem = "damaged, or of another version"
-            try:
-                data = read_bytes(path, MAX_BYTES)
-            except UnreadableFileError as error:
-                problem = error.reason
+        path, data, problem = self._path, b"", "damaged, or of another version"
+        try:
+            data = read_bytes(path, MAX_BYTES)
+        except UnreadableFileError as error:
+            problem = error.reason
         if (ranks := self._runner.ranks) is not None:
             data = ranks.from_first(data)
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -127,7 +124,8 @@ class TileSpecProfiler:
                 fields["graphs_ms"] = dict(kept.graphs_ms)
                 table = PriceTable(graph_finder(self._runner), **fields)
                 return DraftPrices(table, dict(kept.passes))
-        if problem:
+        # If what cannot be opened cannot be replaced either, `_keep` says so.
+        if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
             logger.warning("%s: %s; measured again.", path, problem)
         return None
 
@@ -152,8 +150,7 @@ class TileSpecProfiler:
                     old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
-            reason = (isinstance(error, OSError) and error.strerror) or error
-            logger.warning(text, path.parent, reason)
+            logger.warning(text, path.parent, error)
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
