@@ -56,19 +56,14 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
     candidates = slot.candidate_steps
     if steps == 0:
         return next((steps for steps in candidates if steps > 0), 0)
-    start = candidates.index(steps)
-    index = start
-    while index > 0 and ema <= max(candidates[index - 1] - 0.5, 0.5) + slot.down_hysteresis:
-        index -= 1
+    start, up, down = candidates.index(steps), slot.up_hysteresis, slot.down_hysteresis
+    index = sum(ema > max(fewer - 0.5, 0.5) + down for fewer in candidates[:start])
     if index == start:
-        last = len(candidates) - 1
-        while index < last and ema > candidates[index] - 0.5 + slot.up_hysteresis:
-            index += 1
+        index += sum(ema > each - 0.5 + up for each in candidates[start:-1])
     if index > start or slot.ceiling_coeff <= 0:
         return candidates[index]
     ceiling = max(1, math.ceil(ema * slot.ceiling_coeff))
-    allowed = [steps for steps in candidates[: index + 1] if steps <= ceiling]
-    return allowed[-1] if allowed else candidates[0]
+    return max((each for each in candidates[: index + 1] if each <= ceiling), default=candidates[0])
 
 
 class AdaptiveSpeculativeParams:
