@@ -132,11 +132,8 @@ class AdaptiveController(AdaptiveSpeculativeParams, LengthPolicy):
 
     def observe(self, outcome: StepOutcome) -> None:
         steps, num_reqs = outcome.plan.draft_length, outcome.plan.num_drafted_for
-        if num_reqs is None:
-            return
-        correct = [0] * num_reqs
-        if steps > 0:
+        if num_reqs:
             # Who takes fewer drafts says nothing of so many, and who takes none of any.
             counts = zip(outcome.num_tried, outcome.num_accepted, strict=True)
             correct = [accepted - 1 for tried, accepted in counts if tried > steps]
-        self.on_verify_complete(correct, num_reqs, steps)
+            self.on_verify_complete(correct, num_reqs, steps)
