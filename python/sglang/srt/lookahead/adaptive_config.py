@@ -42,10 +42,6 @@ Hysteresis = Annotated[float, Meta(ge=-MAX_NUM_STEPS, le=MAX_NUM_STEPS)]  # in d
 T = TypeVar("T")
 
 
-class AdaptiveConfigError(ValueError):
-    """A configuration that cannot be used; the text is one line that names file, slot and key."""
-
-
 class SlotNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Numbers that may be beside slots and in each."""
 
@@ -109,7 +105,11 @@ class AdaptiveConfig:
 
 def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
     """Reads one of PRESETS, else a path; None: DEFAULT_PRESET. A file that has a preset's name is
-    reached as ./NAME. Raises `AdaptiveConfigError` if it cannot be read or used."""
+    reached as ./NAME.
+
+    Raises:
+        ValueError: if it cannot be read or used: one line that names file, slot and key.
+    """
     name = DEFAULT_PRESET if name_or_path is None else name_or_path
     place = f"{CONFIG_FLAG} {name if name.isprintable() else repr(name)}"
     path = PRESETS_DIR / f"{name}.json" if name in PRESETS else Path(name)
@@ -117,7 +117,7 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
         data = read_bytes(path, MAX_CONFIG_BYTES)
     except UnreadableFileError as error:
         presets = " and ".join(PRESETS)
-        raise AdaptiveConfigError(f"{place} {error.reason}; presets are {presets}.") from None
+        raise ValueError(f"{place} {error.reason}; presets are {presets}.") from None
     return parse_adaptive_config(data, place)
 
 
@@ -126,14 +126,14 @@ def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
-        raise AdaptiveConfigError(f"{place} is not valid JSON: {error}.") from None
+        raise ValueError(f"{place} is not valid JSON: {error}.") from None
     entries, slots = _converted(value, dict[str, Any], place), dict[int, AdaptiveSlot]()
     names = SlotNumbers.__struct_fields__
     numbers = {key: entries.pop(key) for key in names if key in entries}
     _converted(numbers, SlotNumbers, place)
     for key, value in entries.items():
         if not SLOT_KEY.fullmatch(key):
-            raise AdaptiveConfigError(
+            raise ValueError(
                 f"{place}: {json.dumps(key)[:MAX_SHOWN_CHARS]} is neither {', '.join(names)} nor a"
                 f" slot, the least batch size that it serves, from 1 to {MAX_BATCH_SIZE - 1}."
             )
@@ -141,7 +141,7 @@ def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
         own = _converted(value, dict[str, Any], of_slot)
         slots[int(key)] = _converted({**numbers, **own}, AdaptiveSlot, of_slot)
     if not slots:
-        raise AdaptiveConfigError(
+        raise ValueError(
             f'{place} has no slot; give at least one, such as "1": {{"candidate_steps": [1, 3]}}.'
         )
     return AdaptiveConfig(slots=dict(sorted(slots.items())))
@@ -153,7 +153,7 @@ def _converted(value: Any, kind: type[T], place: str) -> T:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         reason = str(error).replace(" - at `$.", ", in `")
         reason = reason if reason.isprintable() else ascii(reason)[1:-1]
-        raise AdaptiveConfigError(f"{place}: {reason[:MAX_SHOWN_CHARS]}.") from None
+        raise ValueError(f"{place}: {reason[:MAX_SHOWN_CHARS]}.") from None
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
