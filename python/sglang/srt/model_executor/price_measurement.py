@@ -78,6 +78,8 @@ class PriceMeter:
         states = self._runner.forward(self._dummy_step([1] * min(READ_STATES, self._max_requests)))
         head = self.timer.curve_of(reads, partial(self._read, states.hidden.clone()), "logits")
         kv_ms, row_kv_ms = self._attention()
+        times = self.timer.times_ms(self._launch([1]), PLAIN_REPEATS)
+        middle = statistics.median(times)
         text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
         num_others = len(eager.sizes) + len(head.sizes)
         logger.info(text, len(graphs_ms), num_others, self.timer.now() - start)
@@ -89,7 +91,7 @@ class PriceMeter:
             kv_ms=kv_ms,
             row_kv_ms=row_kv_ms,
             prompt_kv_ms=prompt_kv_ms,
-            spread=self._spread(),
+            spread=statistics.median(abs(value - middle) for value in times) / middle,
         )
 
     @torch.inference_mode()
@@ -105,12 +107,6 @@ class PriceMeter:
         with a large model there is not, but weights outweigh KV."""
         most_ms = self.timer.budget_s * 1e3 / QUICK_RUNS
         return math.isinf(most_ms) or min(self.timer.times_ms(launch, 2)) <= most_ms
-
-    def _spread(self) -> float:
-        """Returns `PriceTable.spread` of a plain step."""
-        times = self.timer.times_ms(self._launch([1]), PLAIN_REPEATS)
-        middle = statistics.median(times)
-        return statistics.median(abs(value - middle) for value in times) / middle
 
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph, again of those to which steps would prefer a
@@ -151,10 +147,8 @@ class PriceMeter:
         num_slots = self._runner.memory.num_pages * page_size
         slots = page_size + torch.arange(count * length, device=self._device) % num_slots
         self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
-        try:
-            times = [min(timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)]
-        finally:
-            self._table[:count, :length] = 0
+        times = [min(timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)]
+        self._table[:count, :length] = 0
         return max(0.0, (times[1] - times[0]) / length)
 
     def _prompt_attention(self) -> Curve:
