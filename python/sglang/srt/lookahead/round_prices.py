@@ -36,15 +36,11 @@ class RoundPrices(Protocol):
         plain step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyByKV:
+class LatencyByKV(NamedTuple):
     """Milliseconds without KV, and of each token of KV."""
 
     rows_ms: float
-    kv_ms: float
-
-    def __add__(self, other: LatencyByKV) -> LatencyByKV:
-        return LatencyByKV(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
+    kv_ms: float = 0.0
 
 
 @dataclass(eq=False)
@@ -93,16 +89,16 @@ class MeasuredRoundPrices:
         drafts of a request, and gives each as many for the next one, but for `num_plain` that take
         none; beside rows of prompts, without their attention."""
         width, target = 1 + num_drafts, self.target
-        logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
-        verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
-        if num_drafts == 0 and self.can_rest:
-            return verifying
-        num_fed, num_rows = num_reqs - num_plain, num_rows - num_plain
-        if self.tree is not None:  # the head is fed paths, whatever was cut
-            width = 1 + min(num_drafts, self.tree.max_confirmed)
-            num_rows = num_fed * width
-        extending = self._of_rows(self.head.extend, num_fed, width, num_rows, prompt_rows)
-        return verifying + extending + self._drafting(num_fed, num_drafts)
+        logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)))
+        parts = [logits, self._of_rows(target, num_reqs, width, num_rows, prompt_rows)]
+        if num_drafts or not self.can_rest:
+            num_fed, num_rows = num_reqs - num_plain, num_rows - num_plain
+            if self.tree is not None:  # the head is fed paths, whatever was cut
+                width = 1 + min(num_drafts, self.tree.max_confirmed)
+                num_rows = num_fed * width
+            extending = self._of_rows(self.head.extend, num_fed, width, num_rows, prompt_rows)
+            parts += [extending, self._drafting(num_fed, num_drafts)]
+        return LatencyByKV(*map(sum, zip(*parts, strict=True)))
 
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
@@ -116,16 +112,14 @@ class MeasuredRoundPrices:
     ) -> tuple[int, int, int]:
         """Returns requests, rows of the widest one, and rows in all, of a pass beside rows of
         prompts. These are one more request or, where there is no room, come when one has ended."""
-        if not prompt_rows:
-            return num_reqs, width, num_rows
-        count = min(num_reqs + 1, max(num_reqs, self.max_requests))
-        return count, max(width, prompt_rows), num_rows + prompt_rows
+        is_one_more = prompt_rows > 0 and num_reqs < self.max_requests
+        return num_reqs + is_one_more, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
         """Drafts after the head's pass over the target's rows; of trees, with the first beam."""
         shape, first_ms = self.tree, 0.0
         if num_drafts == 0:
-            return LatencyByKV(0.0, 0.0)
+            return LatencyByKV(0.0)
         if shape is None:
             first_ms = self.head.extend.head.at(num_reqs) if self.num_free else 0.0
             # Requests may take fewer drafts than any tier has, whose pass is not measured.
