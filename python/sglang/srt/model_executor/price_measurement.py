@@ -231,10 +231,10 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
     keys = runner.graph_keys
     if keys is None:
         return no_graphs
+    # Where the backend cannot capture trees, no graph has room for them.
+    has_trees = runner.config.captures_trees
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
-    if runner.config.captures_trees:  # where the backend cannot, none has room for trees
-        return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
-    return find
+    return lambda num_reqs, widest, rows: find(num_reqs, widest, rows, has_trees and widest > 1)
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
