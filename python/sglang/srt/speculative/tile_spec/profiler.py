@@ -84,20 +84,15 @@ class TileSpecProfiler:
     def __init__(
         self, folder: Path, runner: ModelRunner, target: ModelRunner | None = None
     ) -> None:
-        self._runner = runner
-        self._known = measured_with(runner)
-        if target is not None:
-            self._known["target"] = _digest(measured_with(target))
+        self._runner, self._known = runner, measured_with(runner, target)
         self._path = folder / f"{_digest(self._known)}.json"
 
     def target(self, meter: PriceMeter) -> PriceTable:
         """Gives prices of the runner's steps; kept ones if they still hold."""
         kept = self._read()
-        if kept is not None and still_holds(kept.extend, meter):
-            return kept.extend
-        prices = meter.measure()
-        self._keep(DraftPrices(prices, {}))
-        return prices
+        if kept is None or not still_holds(kept.extend, meter):
+            self._keep(kept := DraftPrices(meter.measure(), {}))
+        return kept.extend
 
     def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
         """Gives prices of the runner as a head over its target."""
@@ -180,8 +175,8 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
     return cache_dir / f"{model}_{plain_name(gpu)}_tp{num_ranks}"
 
 
-def measured_with(runner: ModelRunner) -> dict[str, str]:
-    """Returns what the prices of a runner's steps depend on."""
+def measured_with(runner: ModelRunner, target: ModelRunner | None = None) -> dict[str, str]:
+    """Returns what the prices of a runner's steps depend on, as a head over a target if given."""
     config, keys, ranks = runner.config, runner.graph_keys, runner.ranks
     room = None if ranks is None or ranks.one_shot is None else ranks.one_shot.room
     names = (each.name for each in dataclasses.fields(config) if each.name not in UNTIMED_FIELDS)
@@ -198,6 +193,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "Triton": version_of("triton"),
         "transformers": version_of("transformers"),
         "set of kernels": code_digest(),
+        "target": "none" if target is None else _digest(measured_with(target)),
     }
 
 
