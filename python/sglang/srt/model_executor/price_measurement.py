@@ -182,12 +182,8 @@ class PriceMeter:
     def _read(self, states: torch.Tensor, num_rows: int) -> Launch:
         """Computes logits of states [n, D], repeated."""
         hidden = states.repeat(-(-num_rows // len(states)), 1)[:num_rows]
-
-        def launch() -> None:
-            logits = self._runner.compute_logits(hidden)
-            torch.softmax(logits, dim=-1, dtype=torch.float32).max(dim=-1)
-
-        return launch
+        logits_of = self._runner.compute_logits
+        return lambda: torch.softmax(logits_of(hidden), dim=-1, dtype=torch.float32).max(dim=-1)
 
     def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
         batch = self._dummy_step(q_lens, kv_len)
@@ -296,6 +292,5 @@ def measure_draft_prices(
         launch = partial(launch_of, shape)
         curve = meter.timer.curve_of([*fewer, max_requests], launch, f"drafting ({shape})")
         passes[shape] = PassPrices(curve, meter.kv_ms(launch))
-    text = "Measured prices of a draft model in %.1f s."
-    logger.info(text, meter.timer.now() - start)
+    logger.info("Measured prices of a draft model in %.1f s.", meter.timer.now() - start)
     return DraftPrices(extend, passes)
