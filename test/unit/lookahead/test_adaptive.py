@@ -242,7 +242,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("{" + ONE, " is not valid JSON: "),
     ("null", ": Expected `object`, got `null`."),
     ('{"1":' * 10_000, " is not valid JSON: maximum recursion depth"),
-    ('{"ema_alpha": 0.5}', ' has no slot; give at least one, such as "1"'),
+    ('{"ema_alpha": 0.5}', ' has no slot; give one, as "1": {'),
     ("{" + ONE + "," + ONE + "}", " is not valid JSON: '1' is there twice."),
     ('{"1": {"ema_alpha": 1, "ema_alpha": 1}}', " is not valid JSON: 'ema_alpha' is there twice."),
     ("{" + ONE + ', "01": {"candidate_steps": [1]}}', ': "01" is neither ' + KEYS),

@@ -116,8 +116,7 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
     try:
         data = read_bytes(path, MAX_CONFIG_BYTES)
     except UnreadableFileError as error:
-        presets = " and ".join(PRESETS)
-        raise ValueError(f"{place} {error.reason}; presets are {presets}.") from None
+        raise ValueError(f"{place} {error.reason}; presets are {' and '.join(PRESETS)}.") from None
     return parse_adaptive_config(data, place)
 
 
@@ -141,9 +140,7 @@ def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
         own = _converted(value, dict[str, Any], of_slot)
         slots[int(key)] = _converted({**numbers, **own}, AdaptiveSlot, of_slot)
     if not slots:
-        raise ValueError(
-            f'{place} has no slot; give at least one, such as "1": {{"candidate_steps": [1, 3]}}.'
-        )
+        raise ValueError(f'{place} has no slot; give one, as "1": {{"candidate_steps": [1, 3]}}.')
     return AdaptiveConfig(slots=dict(sorted(slots.items())))
 
 
