@@ -22,7 +22,7 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, dummy_step
-from sglang.srt.model_executor.graph_keys import LEAST_SAVING
+from sglang.srt.model_executor.graph_keys import LEAST_SAVING, split_rows
 from sglang.srt.model_executor.measured_times import SLOW_ROWS, CpuTimer, GpuTimer, Launch, shown
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
@@ -111,8 +111,7 @@ class PriceMeter:
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph, again of those to which steps would prefer a
         larger one: they may have met a slow moment."""
-        graphs = shown(keys, "Measuring graphs")
-        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
+        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in shown(keys, "Measuring graphs")}
         for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
             larger_ms = min(found[other] for other in found if _has_room(other, key))
             if larger_ms < found[key] * (1 - LEAST_SAVING):
@@ -177,7 +176,7 @@ class PriceMeter:
         width = self._max_width
         if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
             width = min(PROMPT_ROWS, self._table.shape[1])
-        return split(num_rows, -(-num_rows // width))
+        return split_rows(num_rows, -(-num_rows // width))
 
     def _read(self, states: torch.Tensor, num_rows: int) -> Launch:
         """Computes logits of states [n, D], repeated."""
@@ -255,7 +254,7 @@ def rows_of(key: GraphKey, row_width: int) -> list[int]:
     """Rows of the requests of a step that replays this graph and fills it, as far as requests of up
     to `row_width` rows can."""
     if key.tag != MIXED:
-        return split(key.num_tokens, key.num_reqs)
+        return split_rows(key.num_tokens, key.num_reqs)
     # As few prompts as possible, too long for the other graphs, beside as many decodes as there is
     # room for.
     num_prompts = -(-(key.num_tokens - key.num_reqs) // max(row_width - 1, 1))
@@ -263,13 +262,7 @@ def rows_of(key: GraphKey, row_width: int) -> list[int]:
     others = key.num_tokens - num_prompts * (key.width + 1)
     others = max(0, min(key.num_reqs - num_prompts, others))
     num_rows = min(key.num_tokens - others, num_prompts * row_width)
-    return [*split(num_rows, num_prompts), *[1] * others]
-
-
-def split(num_rows: int, num_reqs: int) -> list[int]:
-    """Rows of requests that feed nearly the same."""
-    share, rest = divmod(num_rows, num_reqs)
-    return [share + (index < rest) for index in range(num_reqs)]
+    return [*split_rows(num_rows, num_prompts), *[1] * others]
 
 
 @torch.inference_mode()
