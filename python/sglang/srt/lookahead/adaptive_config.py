@@ -114,10 +114,9 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
     place = f"{CONFIG_FLAG} {name if name.isprintable() else repr(name)}"
     path = PRESETS_DIR / f"{name}.json" if name in PRESETS else Path(name)
     try:
-        data = read_bytes(path, MAX_CONFIG_BYTES)
+        return parse_adaptive_config(read_bytes(path, MAX_CONFIG_BYTES), place)
     except UnreadableFileError as error:
         raise ValueError(f"{place} {error.reason}; presets are {' and '.join(PRESETS)}.") from None
-    return parse_adaptive_config(data, place)
 
 
 def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:

@@ -92,8 +92,7 @@ class PromptAllowance:
     @property
     def price_ms(self) -> float | None:
         """Returns the expected time of the step, in ms; None without a limit or prompts."""
-        prices = self.prices if self.num_taken else None
-        return None if prices is None else prices.price_ms(self.step)
+        return self.prices.price_ms(self.step) if self.prices and self.num_taken else None
 
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
         """Notes that the step feeds `count` tokens of a prompt from `position` on."""
