@@ -88,13 +88,13 @@ def test_probes_cost_no_more_where_steps_with_and_without_prompts_alternate(
             rests = budget.rests and max(tiers[-2:]) == 0
             is_fed &= not rests
             num_rows = num_reqs * (1 + tiers[-2])
-            took = (plain if rests else fed).cost(num_reqs, tiers[-1], num_rows, prompts)
-            least = (plain if can_rest else fed).cost(num_reqs, 0, num_reqs, prompts)
+            took = (plain if rests else fed).cost(num_reqs, tiers[-1], num_rows, prompts, 0)
+            least = (plain if can_rest else fed).cost(num_reqs, 0, num_reqs, prompts, 0)
             net_ms += (PROBE_SHARE + FEED_SHARE * can_rest) * least.rows_ms
             net_ms -= took.rows_ms - least.rows_ms
-        most_ms = fed.cost(num_reqs, 1, 2 * num_reqs, 512).rows_ms
-        more_ms = fed.cost(num_reqs, 0, num_reqs).rows_ms
-        more_ms -= plain.cost(num_reqs, 0, num_reqs).rows_ms
+        most_ms = fed.cost(num_reqs, 1, 2 * num_reqs, 512, 0).rows_ms
+        more_ms = fed.cost(num_reqs, 0, num_reqs, 0, 0).rows_ms
+        more_ms -= plain.cost(num_reqs, 0, num_reqs, 0, 0).rows_ms
         saved_ms = PROBE_STEPS * most_ms + can_rest * (CONTEXT_STEPS + REST_AFTER) * more_ms
         assert -net_ms < saved_ms, (num_reqs, cycle)
         num_probes += sum(tier > 0 for tier in tiers)

@@ -242,7 +242,7 @@ class ServedRounds:
         drafted = max(plan.next_drafts)
         self.num_rests += plan.rests
         prices = self._without_head if plan.rests else self._true
-        cost = prices.cost(num_reqs, drafted, num_decodes + num_fed, prompt_rows)
+        cost = prices.cost(num_reqs, drafted, num_decodes + num_fed, prompt_rows, 0)
         num_rows = num_decodes + num_fed + prompt_rows
         took_ms = cost.rows_ms * (1 + self._load.excess * min(1.0, num_rows / 512))
         is_plain = drafted == num_fed == 0

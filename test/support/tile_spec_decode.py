@@ -151,8 +151,8 @@ def record_of(batch: ScheduleBatch, plan: StepPlan, confidence: torch.Tensor) ->
 def round_ms(num_reqs: int, tier: int, num_fed: int, next_tier: int) -> float:
     """Returns the time of a round that verifies so many drafts, of chains of `tier`, and drafts for
     the next."""
-    verifying = ROUNDS.cost(num_reqs, tier, num_reqs + num_fed).rows_ms
-    drafting = [ROUNDS.cost(num_reqs, each, num_reqs).rows_ms for each in (tier, next_tier)]
+    verifying = ROUNDS.cost(num_reqs, tier, num_reqs + num_fed, 0, 0).rows_ms
+    drafting = [ROUNDS.cost(num_reqs, each, num_reqs, 0, 0).rows_ms for each in (tier, next_tier)]
     return verifying - drafting[0] + drafting[1]
 
 

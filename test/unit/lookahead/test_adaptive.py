@@ -20,7 +20,6 @@ from sglang.srt.lookahead.adaptive_config import (
     MAX_CONFIG_BYTES,
     PRESETS,
     AdaptiveConfig,
-    AdaptiveConfigError,
     AdaptiveSlot,
     parse_adaptive_config,
     read_adaptive_config,
@@ -122,9 +121,10 @@ def test_a_policy_has_the_history_of_the_rule_round_by_round() -> None:
         config = config_of({start: drawn_slot(luck) for start in starts})
         options = RoundOptions(8, initial_steps=initial, adaptive=config)
         policy = AdaptiveController(PolicyParts(options=options, graph_size=pad))
-        tiers = tuple(sorted({steps for slot in config.slots for steps in slot.candidate_steps}))
+        slots = config.slots.values()
+        tiers = tuple(sorted({steps for slot in slots for steps in slot.candidate_steps}))
         assert AdaptiveController.tiers(options) == policy.candidate_steps == tiers
-        by_hand = [ByHand(slot, initial, Fraction(0)) for slot in config.slots]
+        by_hand = [ByHand(slot, initial, Fraction(0)) for slot in config.slots.values()]
         slot_of = {
             size: by_hand[max(0, sum(start <= pad(size) for start in starts) - 1)]
             for size in range(1, MAX_REQUESTS + 1)
@@ -155,8 +155,8 @@ def test_a_policy_has_the_history_of_the_rule_round_by_round() -> None:
         for size, each in slot_of.items():
             state = policy.state_for_batch(size)
             assert (state.steps, state.num_rounds) == (each.steps, each.num_rounds)
-            assert state.has_drafted == each.has_drafted
-            assert state.ema == pytest.approx(float(each.ema), abs=1e-9)
+            if each.has_drafted:
+                assert state.ema == pytest.approx(float(each.ema), abs=1e-9)
     assert min(seen["late"], seen["empty"], seen["switches"]) > 100, seen
 
 
@@ -177,7 +177,7 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it_and_finds_its_graphs() 
         for tier, state in RoundOptions(8, "load_aware", adaptive=adaptive).states.items():
             for num_reqs in range(1, MAX_REQUESTS + 1):
                 served = max((each for each in starts if each <= num_reqs), default=starts[0])
-                [slot] = [each for each in adaptive.slots if each.min_batch_size == served]
+                slot = adaptive.slots[served]
                 assert adaptive.slot(num_reqs) == slot
                 owns = sum(num_reqs in sizes for sizes in state.batch_sizes)
                 assert owns == (tier in slot.candidate_steps)
@@ -233,24 +233,30 @@ def test_hysteresis_that_undoes_every_decision_is_warned_of() -> None:
 
 
 ONE = '"1": {"candidate_steps": [1]}'
+KEYS = (
+    "up_hysteresis, down_hysteresis, ceiling_coeff, ema_alpha, warmup_batches, update_interval nor"
+    " a slot, the least batch size that it serves, from 1 to 999999."
+)
 MISTAKES: list[tuple[str, str]] = [
     # content, what the message has after the file's name
     ("{" + ONE, " is not valid JSON: "),
     ("null", ": Expected `object`, got `null`."),
     ('{"1":' * 10_000, " is not valid JSON: maximum recursion depth"),
-    ('{"ema_alpha": 0.5}', ' has no slot; give at least one, such as "1"'),
+    ('{"ema_alpha": 0.5}', ' has no slot; give one, as "1": {'),
     ("{" + ONE + "," + ONE + "}", " is not valid JSON: '1' is there twice."),
     ('{"1": {"ema_alpha": 1, "ema_alpha": 1}}', " is not valid JSON: 'ema_alpha' is there twice."),
-    ("{" + ONE + ', "01": {"candidate_steps": [1]}}', ": two slots are for the same batch size"),
-    ('{"0": {"candidate_steps": [1]}}', ', slot "0": a slot is the least batch size that it'),
-    ('{"-8": {"candidate_steps": [1]}}', ', slot "-8": a slot is the least batch size'),
-    ('{"1000001": {}}', ', slot "1000001": a slot is the least batch size'),
-    ('{"' + "9" * 5000 + '": {}}', ', slot "' + "9" * 18 + '": a slot is the least batch size'),
-    ('{"8.0": {}}', ": Object contains unknown field `8.0`."),
-    ('{"１": {}}', ": Object contains unknown field `１`."),
-    ("{" + ONE + ', "candidate_steps": [1]}', ": Object contains unknown field `candidate_steps`."),
-    ('{"a\x7f": 1}', ": Object contains unknown field `a\\x7f`."),
-    ('{"\\ud800": 1}', ": 'utf-8' codec can't encode character"),
+    ("{" + ONE + ', "01": {"candidate_steps": [1]}}', ': "01" is neither ' + KEYS),
+    ('{"0": {"candidate_steps": [1]}}', f': "0" is neither {KEYS}'),
+    ('{"-8": {"candidate_steps": [1]}}', f': "-8" is neither {KEYS}'),
+    ('{"1000000": {}}', f': "1000000" is neither {KEYS}'),
+    ('{"' + "9" * 5000 + '": {}}', ': "' + "9" * 199 + f" is neither {KEYS}"),
+    ('{"8.0": {}}', f': "8.0" is neither {KEYS}'),
+    ('{"１": {}}', f': "\\uff11" is neither {KEYS}'),
+    ("{" + ONE + ', "candidate_steps": [1]}', f': "candidate_steps" is neither {KEYS}'),
+    ('{"a\x7f": 1}', f': "a\\u007f" is neither {KEYS}'),
+    ('{"\\ud800": 1}', f': "\\ud800" is neither {KEYS}'),
+    ('{"1": {"a\x7f": 1}}', ', slot "1": Object contains unknown field `a\\x7f`.'),
+    ('{"1": {"\\ud800": 1}}', ", slot \"1\": 'utf-8' codec can't encode character"),
     ('{"1": {"min_batch_size": 1}}', ', slot "1": Object contains unknown field `min_batch_size`'),
     ('{"1": {}}', ', slot "1": Object missing required field `candidate_steps`.'),
     ('{"1": [1, 3]}', ', slot "1": Expected `object`, got `array`.'),
@@ -286,18 +292,18 @@ def test_a_mistake_is_one_line_that_names_file_slot_and_key(tmp_path: Path) -> N
     path = tmp_path / "steps.json"
     for content, message in MISTAKES:
         path.write_text(content, encoding="utf-8")
-        with pytest.raises(AdaptiveConfigError) as caught:
+        with pytest.raises(ValueError) as caught:
             AdaptiveSpeculativeParams(3, str(path))
         text = str(caught.value)
         assert text.startswith(f"--speculative-adaptive-config {path}{message}"), content[:80]
         assert text.isprintable()
-        assert len(text) < 300 + len(str(path))
+        assert len(text) < 450 + len(str(path))
     for key, value in NAMED:
         for content, place in [
             (f'{{"8": {{"candidate_steps": [1], "{key}": {value}}}}}', 'FILE, slot "8"'),
             (f'{{{ONE}, "{key}": {value}}}', "FILE"),
         ]:
-            with pytest.raises(AdaptiveConfigError, match=f"^{place}: .*in `{key}`.$"):
+            with pytest.raises(ValueError, match=f"^{place}: .*in `{key}`.$"):
                 parse_adaptive_config(content.encode(), "FILE")
 
 
@@ -317,7 +323,7 @@ def test_a_file_that_cannot_be_read_is_named(
         ("binary.json", "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
         ("a\nb\0", "cannot be read: "),
     ]:
-        with pytest.raises(AdaptiveConfigError) as caught:
+        with pytest.raises(ValueError) as caught:
             read_adaptive_config(name)
         told = name if name.isprintable() else repr(name)
         assert str(caught.value).startswith(f"--speculative-adaptive-config {told} {message}")

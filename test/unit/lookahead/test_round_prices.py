@@ -59,7 +59,7 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
             assert whole_ms == pytest.approx(rows_ms + 40 * kv_ms)
     table = TileSpec(rounds, packs_in_graphs=False).table(StepCase(3), numbers[-1])
     assert table.rows[-1] == 3 * (1 + numbers[-1])
-    whole = rounds.cost(3, numbers[-1], table.rows[-1])
+    whole = rounds.cost(3, numbers[-1], table.rows[-1], 0, 0)
     assert table.costs_ms[-1] == pytest.approx(whole.rows_ms)
 
 
@@ -94,12 +94,12 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
     prices = MeasuredRoundPrices(target, head, max_requests=most)
     beside = StepCase(most, 0, ((1.0, 64),))
     for num_drafts in (0, 1, 7):
-        assert prices.cost(most, num_drafts, most * (1 + num_drafts), 64).rows_ms < 99.0
+        assert prices.cost(most, num_drafts, most * (1 + num_drafts), 64, 0).rows_ms < 99.0
         assert prices.round_ms(beside, num_drafts) < 20.0
         last_bucket = TileSpec(prices).table(beside, max(1, num_drafts), 64)
         assert last_bucket.costs_ms[-1] < 20.0
     without_bound = MeasuredRoundPrices(target, head)
-    assert without_bound.cost(most, 1, 2 * most, 64).rows_ms > 99.0, "what this is about"
+    assert without_bound.cost(most, 1, 2 * most, 64, 0).rows_ms > 99.0, "what this is about"
 
 
 def test_prices_that_are_remembered_are_bounded() -> None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,19 +32,14 @@ DEFAULT_PRESET = "conservative"
 PRESETS_DIR = Path(__file__).with_name("adaptive_presets")
 
 MAX_CONFIG_BYTES = 1 << 16
-MAX_BATCH_SIZE = MAX_ROUNDS = 1_000_000
+MAX_BATCH_SIZE = MAX_ROUNDS = 1_000_000  # batches are smaller, as SLOT_KEY says
 MAX_COEFF = 1000  # allows MAX_NUM_STEPS from 0.063 correct drafts on
-MAX_DIGITS = 18  # of a slot
-MAX_SHOWN_CHARS = 200  # of a reason
+MAX_SHOWN_CHARS = 200  # of a key or a reason
 
-SLOT_KEY = re.compile(r"-?[0-9]+")
+SLOT_KEY = re.compile("[1-9][0-9]{0,5}")
 Steps = Annotated[int, Meta(ge=0, le=MAX_NUM_STEPS)]
 Hysteresis = Annotated[float, Meta(ge=-MAX_NUM_STEPS, le=MAX_NUM_STEPS)]  # in drafts
 T = TypeVar("T")
-
-
-class AdaptiveConfigError(ValueError):
-    """A configuration that cannot be used; the text is one line that names file, slot and key."""
 
 
 class SlotNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,47 +55,49 @@ class SlotNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     update_interval: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = 5
 
 
-class SlotEntries(SlotNumbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A slot of the file, with `candidate_steps` in any order."""
+class AdaptiveSlot(SlotNumbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Says how batches of some sizes choose their steps (`next_steps`)."""
 
-    candidate_steps: Annotated[tuple[Steps, ...], Meta(min_length=1)]
+    candidate_steps: Annotated[tuple[Steps, ...], Meta(min_length=1)]  # made ascending
 
-
-class AdaptiveSlot(SlotEntries, frozen=True, kw_only=True):
-    """Says how batches of some sizes choose their steps (`next_steps`), candidates ascending."""
-
-    min_batch_size: int  # as the file has it
+    def __post_init__(self) -> None:
+        steps = tuple(sorted({*self.candidate_steps}))
+        if len(steps) < len(self.candidate_steps):
+            raise ValueError("candidate_steps has a number twice; keep one")
+        msgspec.structs.force_setattr(self, "candidate_steps", steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveConfig:
     """Slots of batch sizes."""
 
-    slots: tuple[AdaptiveSlot, ...]  # by ascending batch size, at least one
+    slots: dict[int, AdaptiveSlot]  # by their keys in the file, ascending; at least one
+
+    def key(self, batch_size: int) -> int:
+        """Returns the key of the slot that serves batches of this size."""
+        return max((key for key in self.slots if key <= batch_size), default=min(self.slots))
 
     def slot(self, batch_size: int) -> AdaptiveSlot:
-        """Returns the one that serves batches of this size."""
-        above = bisect_right(self.slots, batch_size, key=lambda slot: slot.min_batch_size)
-        return self.slots[max(0, above - 1)]
+        return self.slots[self.key(batch_size)]
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
         """Those of all slots, ascending, each once."""
-        return tuple(sorted({steps for slot in self.slots for steps in slot.candidate_steps}))
+        return tuple(sorted({*chain(*(slot.candidate_steps for slot in self.slots.values()))}))
 
     def batch_sizes(self, steps: int) -> tuple[range, ...]:
         """Returns the ranges of batch sizes that may have `steps` steps."""
-        ends = [1, *(slot.min_batch_size for slot in self.slots[1:]), MAX_BATCH_SIZE]
-        ranges = zip(self.slots, pairwise(ends), strict=True)
+        ends = [1, *[*self.slots][1:], MAX_BATCH_SIZE]
+        ranges = zip(self.slots.values(), pairwise(ends), strict=True)
         return tuple(range(*ends) for slot, ends in ranges if steps in slot.candidate_steps)
 
     def warnings(self) -> list[str]:
         """Returns a line for each setting that is allowed and hardly meant; it names the slot."""
         return [
-            f'slot "{slot.min_batch_size}": down_hysteresis {slot.down_hysteresis:g} is above'
+            f'slot "{key}": down_hysteresis {slot.down_hysteresis:g} is above'
             f" up_hysteresis {slot.up_hysteresis:g}, so while correct drafts lie between the two"
             " thresholds, every decision undoes the last one."
-            for slot in self.slots
+            for key, slot in self.slots.items()
             if slot.down_hysteresis > slot.up_hysteresis
             and sum(steps > 0 for steps in slot.candidate_steps) > 1
         ]
@@ -109,16 +105,18 @@ class AdaptiveConfig:
 
 def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
     """Reads one of PRESETS, else a path; None: DEFAULT_PRESET. A file that has a preset's name is
-    reached as ./NAME. Raises `AdaptiveConfigError` if it cannot be read or used."""
+    reached as ./NAME.
+
+    Raises:
+        ValueError: if it cannot be read or used: one line that names file, slot and key.
+    """
     name = DEFAULT_PRESET if name_or_path is None else name_or_path
     place = f"{CONFIG_FLAG} {name if name.isprintable() else repr(name)}"
     path = PRESETS_DIR / f"{name}.json" if name in PRESETS else Path(name)
     try:
-        data = read_bytes(path, MAX_CONFIG_BYTES)
+        return parse_adaptive_config(read_bytes(path, MAX_CONFIG_BYTES), place)
     except UnreadableFileError as error:
-        presets = " and ".join(PRESETS)
-        raise AdaptiveConfigError(f"{place} {error.reason}; presets are {presets}.") from None
-    return parse_adaptive_config(data, place)
+        raise ValueError(f"{place} {error.reason}; presets are {' and '.join(PRESETS)}.") from None
 
 
 def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
@@ -126,36 +124,23 @@ def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
-        raise AdaptiveConfigError(f"{place} is not valid JSON: {error}.") from None
-    entries = _converted(value, dict[str, Any], place)
-    slot_keys = [key for key in entries if SLOT_KEY.fullmatch(key)]
-    numbers = {key: value for key, value in entries.items() if key not in slot_keys}
+        raise ValueError(f"{place} is not valid JSON: {error}.") from None
+    entries, slots = _converted(value, dict[str, Any], place), dict[int, AdaptiveSlot]()
+    names = SlotNumbers.__struct_fields__
+    numbers = {key: entries.pop(key) for key in names if key in entries}
     _converted(numbers, SlotNumbers, place)
-    slots = [_slot(key, entries[key], numbers, place) for key in slot_keys]
-    slots.sort(key=lambda slot: slot.min_batch_size)
+    for key, value in entries.items():
+        if not SLOT_KEY.fullmatch(key):
+            raise ValueError(
+                f"{place}: {json.dumps(key)[:MAX_SHOWN_CHARS]} is neither {', '.join(names)} nor a"
+                f" slot, the least batch size that it serves, from 1 to {MAX_BATCH_SIZE - 1}."
+            )
+        of_slot = f'{place}, slot "{key}"'
+        own = _converted(value, dict[str, Any], of_slot)
+        slots[int(key)] = _converted({**numbers, **own}, AdaptiveSlot, of_slot)
     if not slots:
-        raise AdaptiveConfigError(
-            f'{place} has no slot; give at least one, such as "1": {{"candidate_steps": [1, 3]}}.'
-        )
-    if len({slot.min_batch_size for slot in slots}) < len(slots):
-        raise AdaptiveConfigError(f"{place}: two slots are for the same batch size; keep one.")
-    return AdaptiveConfig(slots=tuple(slots))
-
-
-def _slot(key: str, value: Any, numbers: dict[str, Any], place: str) -> AdaptiveSlot:
-    size = int(key) if len(key) <= MAX_DIGITS else -1
-    place = f'{place}, slot "{key[:MAX_DIGITS]}"'
-    if not 1 <= size <= MAX_BATCH_SIZE:
-        raise AdaptiveConfigError(
-            f"{place}: a slot is the least batch size that it serves, an integer from 1 to"
-            f" {MAX_BATCH_SIZE}."
-        )
-    entries = _converted(value, dict[str, Any], place)
-    slot = msgspec.structs.asdict(_converted({**numbers, **entries}, SlotEntries, place))
-    steps = sorted(slot.pop("candidate_steps"))
-    if len(steps) > len({*steps}):
-        raise AdaptiveConfigError(f"{place}: candidate_steps has a number twice; keep one.")
-    return AdaptiveSlot(min_batch_size=size, candidate_steps=tuple(steps), **slot)
+        raise ValueError(f'{place} has no slot; give one, as "1": {{"candidate_steps": [1, 3]}}.')
+    return AdaptiveConfig(slots=dict(sorted(slots.items())))
 
 
 def _converted(value: Any, kind: type[T], place: str) -> T:
@@ -164,7 +149,7 @@ def _converted(value: Any, kind: type[T], place: str) -> T:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         reason = str(error).replace(" - at `$.", ", in `")
         reason = reason if reason.isprintable() else ascii(reason)[1:-1]
-        raise AdaptiveConfigError(f"{place}: {reason[:MAX_SHOWN_CHARS]}.") from None
+        raise ValueError(f"{place}: {reason[:MAX_SHOWN_CHARS]}.") from None
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,9 +31,9 @@ class SlotState:
         is_candidate = initial_steps in candidates
         self.slot = slot
         self.steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
-        self.ema = max(0.0, self.steps - 1.0)  # correct drafts of a request in a round, lately
+        # Correct drafts of a request in a round, lately; at first of the first round with drafts.
+        self.ema = max(0.0, (self.steps or next_steps(slot, 0, 0.0)) - 1.0)
         self.num_rounds = 0  # also those without drafts
-        self.has_drafted = self.steps > 0  # ever; until then `ema` means nothing
 
     def count(self, mean_correct: float) -> None:
         """Counts a round of `steps`; correct drafts per request mean nothing if these are 0."""
@@ -42,11 +42,8 @@ class SlotState:
             self.ema = (1 - slot.ema_alpha) * self.ema + slot.ema_alpha * mean_correct
         self.num_rounds += 1
         num_warm = self.num_rounds - slot.warmup_batches
-        if num_warm <= 0 or num_warm % slot.update_interval:
-            return
-        self.steps = next_steps(slot, self.steps, self.ema)
-        if self.steps > 0 and not self.has_drafted:
-            self.ema, self.has_drafted = self.steps - 1.0, True
+        if num_warm > 0 and num_warm % slot.update_interval == 0:
+            self.steps = next_steps(slot, self.steps, self.ema)
 
 
 def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
@@ -59,43 +56,33 @@ def next_steps(slot: AdaptiveSlot, steps: int, ema: float) -> int:
     candidates = slot.candidate_steps
     if steps == 0:
         return next((steps for steps in candidates if steps > 0), 0)
-    start = candidates.index(steps)
-    index = start
-    while index > 0 and ema <= max(candidates[index - 1] - 0.5, 0.5) + slot.down_hysteresis:
-        index -= 1
+    start, up, down = candidates.index(steps), slot.up_hysteresis, slot.down_hysteresis
+    index = sum(ema > max(fewer - 0.5, 0.5) + down for fewer in candidates[:start])
     if index == start:
-        last = len(candidates) - 1
-        while index < last and ema > candidates[index] - 0.5 + slot.up_hysteresis:
-            index += 1
+        index += sum(ema > each - 0.5 + up for each in candidates[start:-1])
     if index > start or slot.ceiling_coeff <= 0:
         return candidates[index]
     ceiling = max(1, math.ceil(ema * slot.ceiling_coeff))
-    allowed = [steps for steps in candidates[: index + 1] if steps <= ceiling]
-    return allowed[-1] if allowed else candidates[0]
+    return max((each for each in candidates[: index + 1] if each <= ceiling), default=candidates[0])
 
 
 class AdaptiveSpeculativeParams:
     """The steps of every slot, and what they learn from rounds; a path as for
     `read_adaptive_config`, or a configuration that has been read."""
 
-    def __init__(
-        self,
-        initial_steps: int,
-        cfg_path: str | None = None,
-        *,
-        config: AdaptiveConfig | None = None,
-    ) -> None:
-        self._config = read_adaptive_config(cfg_path) if config is None else config
-        self.candidate_steps = self._config.candidate_steps
-        slots = self._config.slots
-        self._states = {slot.min_batch_size: SlotState(slot, initial_steps) for slot in slots}
+    def __init__(self, initial_steps: int, cfg_path: str | AdaptiveConfig | None = None) -> None:
+        if not isinstance(cfg_path, AdaptiveConfig):
+            cfg_path = read_adaptive_config(cfg_path)
+        self._config, self.candidate_steps = cfg_path, cfg_path.candidate_steps
+        slots = cfg_path.slots.items()
+        self._states = {key: SlotState(slot, initial_steps) for key, slot in slots}
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Steps of the next round of a batch of this size; 0 means a plain step."""
         return self.state_for_batch(batch_size).steps
 
     def state_for_batch(self, batch_size: int) -> SlotState:
-        return self._states[self._config.slot(batch_size).min_batch_size]
+        return self._states[self._config.key(batch_size)]
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int | None = None
@@ -127,7 +114,7 @@ class AdaptiveController(AdaptiveSpeculativeParams, LengthPolicy):
         return options.adaptive.candidate_steps
 
     def __init__(self, parts: PolicyParts) -> None:
-        super().__init__(parts.options.initial, config=parts.options.adaptive)
+        super().__init__(parts.options.initial, parts.options.adaptive)
         self._graph_size = parts.graph_size
         self.activate_step_by_batch(1)
 
@@ -145,11 +132,8 @@ class AdaptiveController(AdaptiveSpeculativeParams, LengthPolicy):
     def observe(self, outcome: StepOutcome) -> None:
         plan = outcome.record.plan
         steps, num_reqs = plan.draft_length, plan.num_drafted_for
-        if num_reqs is None:
-            return
-        correct = [0] * num_reqs
-        if steps > 0:
+        if num_reqs:
             # Who takes fewer drafts says nothing of so many, and who takes none of any.
             counts = zip(outcome.num_tried, outcome.num_accepted, strict=True)
             correct = [accepted - 1 for tried, accepted in counts if tried > steps]
-        self.on_verify_complete(correct, num_reqs, steps)
+            self.on_verify_complete(correct, num_reqs, steps)

@@ -8,6 +8,7 @@ import bisect
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from sglang.srt.step.price_table import PriceTable, PromptChunk, StepShape
 
@@ -69,20 +70,17 @@ class PromptAllowance:
             chunk = PromptChunk(position, count + num_lookahead)
             return rows_ms(others + count) + beside_ms + chunk.ms(prices.prompt_kv_ms)
 
-        sizes = [0, *prices.by_rows]
-        sizes.append(1000 * sizes[-1])  # prices go on in a straight line beyond the last one
-        for index in range(bisect.bisect_left(sizes, others + most), 0, -1):
-            before, size = sizes[index - 1], sizes[index]
-            if size <= others:
-                break
-            count, least = min(size - others, most), max(before - others, 0)
-            if min(cost_ms(least + 1), cost_ms(count)) > max_ms:  # nothing between costs less
-                continue
+        sizes = [size - others for size in prices.by_rows if size > others]
+        sizes.append(max([most, *sizes]) + 1)  # prices go on in a straight line beyond the last one
+        for least, size in reversed([*pairwise([0, *sizes])]):
+            count = min(size, most)
+            if least >= most or min(cost_ms(least + 1), cost_ms(count)) > max_ms:
+                continue  # nothing between costs less
             if cost_ms(count) > max_ms:
                 count = least + bisect.bisect_right(range(least + 1, count), max_ms, key=cost_ms)
             if count == most:
                 return count
-            if rows_ms(before + 1) < rows_ms(size):  # not padded
+            if rows_ms(others + least + 1) < rows_ms(others + size):  # not padded
                 fewer = count - (others + count) % ROW_TILE
                 return fewer if fewer > least else count
             # Attention keeps `count` tokens from filling their graph; `least` fill the one before.
@@ -94,8 +92,7 @@ class PromptAllowance:
     @property
     def price_ms(self) -> float | None:
         """Returns the expected time of the step, in ms; None without a limit or prompts."""
-        prices = self.prices if self.num_taken else None
-        return None if prices is None else prices.price_ms(self.step)
+        return self.prices.price_ms(self.step) if self.prices and self.num_taken else None
 
     def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
         """Notes that the step feeds `count` tokens of a prompt from `position` on."""

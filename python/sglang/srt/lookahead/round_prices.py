@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
+from sglang.srt.step.price_table import FREE, DraftPrices, PassPrices, PriceTable
 
 MAX_COSTS = 4096  # that are remembered
 
@@ -36,15 +36,11 @@ class RoundPrices(Protocol):
         plain step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyByKV:
+class LatencyByKV(NamedTuple):
     """Milliseconds without KV, and of each token of KV."""
 
     rows_ms: float
-    kv_ms: float
-
-    def __add__(self, other: LatencyByKV) -> LatencyByKV:
-        return LatencyByKV(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
+    kv_ms: float = 0.0
 
 
 @dataclass(eq=False)
@@ -62,13 +58,12 @@ class MeasuredRoundPrices:
         self.spread = self.target.spread
         by_rows = self.target.by_rows.items()
         self.prompt_row_ms = min(ms / rows for rows, ms in by_rows)  # of a prompt elsewhere
+        self.passes = {0: PassPrices(FREE), **self.head.passes}
         self.cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
 
     def round_ms(self, upcoming: StepCase, num_drafts: int) -> float:
-        total_ms = 0.0
-        for chance, prompt_rows in upcoming.prompts:
-            total_ms += chance * self.beside_ms(upcoming, num_drafts, prompt_rows)
-        return total_ms
+        cases = upcoming.prompts
+        return sum(chance * self.beside_ms(upcoming, num_drafts, rows) for chance, rows in cases)
 
     def beside_ms(self, upcoming: StepCase, num_drafts: int, prompt_rows: int) -> float:
         """Milliseconds beside so many rows of prompts, whatever those of the case are."""
@@ -92,56 +87,46 @@ class MeasuredRoundPrices:
         return ms
 
     def _cost(
-        self,
-        num_reqs: int,
-        num_drafts: int,
-        num_rows: int,
-        prompt_rows: int = 0,
-        num_plain: int = 0,
+        self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int, num_plain: int
     ) -> LatencyByKV:
         """Returns the measured cost of a round that verifies `num_rows` rows, at most `num_drafts`
         drafts of a request, and gives each as many for the next one, but for `num_plain` that take
         none; beside rows of prompts, without their attention."""
         width, target = 1 + num_drafts, self.target
-        logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
-        verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
-        if num_drafts == 0 and self.can_rest:
-            return verifying
-        num_fed, num_rows = num_reqs - num_plain, num_rows - num_plain
-        if self.tree is not None:  # the head is fed paths, whatever was cut
-            width = 1 + min(num_drafts, self.tree.max_confirmed)
-            num_rows = num_fed * width
-        extending = self._of_rows(self.head.extend, num_fed, width, num_rows, prompt_rows)
-        return verifying + extending + self._drafting(num_fed, num_drafts)
+        logits = LatencyByKV(target.head.at(num_rows + (prompt_rows > 0)))
+        parts = [logits, self._of_rows(target, num_reqs, width, num_rows, prompt_rows)]
+        if num_drafts or not self.can_rest:
+            num_fed, num_rows = num_reqs - num_plain, num_rows - num_plain
+            if self.tree is not None:  # the head is fed paths, whatever was cut
+                width = 1 + min(num_drafts, self.tree.max_confirmed)
+                num_rows = num_fed * width
+            extending = self._of_rows(self.head.extend, num_fed, width, num_rows, prompt_rows)
+            parts += [extending, self._drafting(num_fed, num_drafts)]
+        return LatencyByKV(*map(sum, zip(*parts, strict=True)))
 
     def _of_rows(
         self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> LatencyByKV:
         """A pass over rows, of a request `width` at most, beside those of prompts; no logits."""
-        kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
-        rows = self.fed(num_reqs, width, num_rows, prompt_rows)
-        return LatencyByKV(prices.rows_ms(*rows), prices.attention_ms(kv_shape))
+        rows_ms = prices.rows_ms(*self.fed(num_reqs, width, num_rows, prompt_rows))
+        return LatencyByKV(rows_ms, prices.kv_ms + prices.row_kv_ms * (num_rows / num_reqs))
 
     def fed(
         self, num_reqs: int, width: int, num_rows: int, prompt_rows: int
     ) -> tuple[int, int, int]:
         """Returns requests, rows of the widest one, and rows in all, of a pass beside rows of
         prompts. These are one more request or, where there is no room, come when one has ended."""
-        if not prompt_rows:
-            return num_reqs, width, num_rows
-        count = min(num_reqs + 1, max(num_reqs, self.max_requests))
-        return count, max(width, prompt_rows), num_rows + prompt_rows
+        is_one_more = prompt_rows > 0 and num_reqs < self.max_requests
+        return num_reqs + is_one_more, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> LatencyByKV:
         """Drafts after the head's pass over the target's rows; of trees, with the first beam."""
-        passes, shape, first_ms = self.head.passes, self.tree, 0.0
+        shape, first_ms = self.tree, 0.0
         if num_drafts == 0:
-            return LatencyByKV(0.0, 0.0)
+            return LatencyByKV(0.0)
         if shape is None:
             first_ms = self.head.extend.head.at(num_reqs) if self.num_free else 0.0
-            if num_drafts == self.num_free:
-                return LatencyByKV(first_ms, 0.0)
             # Requests may take fewer drafts than any tier has, whose pass is not measured.
-            shape = min(each for each in passes if each >= num_drafts - self.num_free)
-        by_requests, kv_ms = passes[shape]
+            shape = min(each for each in self.passes if each >= num_drafts - self.num_free)
+        by_requests, kv_ms = self.passes[shape]
         return LatencyByKV(first_ms + by_requests.at(num_reqs), kv_ms)

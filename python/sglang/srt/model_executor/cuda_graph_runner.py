@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from sglang.srt.garbage import no_collections
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
-from sglang.srt.model_executor.graph_keys import GraphKeys, kind_of
+from sglang.srt.model_executor.graph_keys import GraphKeys, kind_of, split_rows
 from sglang.srt.platform import free_bytes
 from sglang.srt.step.step_ops import StaticInputs, StepOps
 
@@ -311,14 +311,13 @@ class CudaGraphRunner(Generic[Results]):
     def _empty_step(self, key: GraphKey) -> ForwardBatch:
         """Returns a step of the key whose rows are all padding, in the form of the graph."""
         count = key.num_reqs
-        share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
         shape = ForwardBatch(
             input_ids=empty,
             positions=empty,
             slots=empty,
             rows=empty,
-            q_lens=[share + (index < rest) for index in range(count)],
+            q_lens=split_rows(key.num_tokens, count),
             kv_lens=empty,
             kv_len_upper_bounds=[key.width] * count,
             bounds_are_exact=True,

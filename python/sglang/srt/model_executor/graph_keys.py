@@ -239,6 +239,12 @@ def uniform_key(batch: ForwardBatch) -> GraphKey:
     )
 
 
+def split_rows(num_rows: int, num_reqs: int) -> list[int]:
+    """Returns the rows of requests that feed nearly the same number."""
+    share, rest = divmod(num_rows, num_reqs)
+    return [share + (index < rest) for index in range(num_reqs)]
+
+
 def kind_of(key: GraphKey) -> str:
     """Returns the kind of a graph, for the log."""
     steps = f"{key.num_steps} {key.tag}" if key.num_steps > 1 else key.tag

@@ -6,7 +6,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from tqdm import tqdm
@@ -22,26 +24,22 @@ MOST_RUNS = 3  # on a GPU, for each that counts
 shown = partial(tqdm, unit="size", disable=None, delay=0.5)
 
 
+@dataclass(eq=False)
 class GpuTimer:
-    """Times launches by the GPU's own clock. `agree` gives all ranks one number of what each has
-    measured, `clock` gives seconds of the host."""
+    """Times launches by the GPU's own clock."""
+
+    agree: Callable[[float], float] = float  # gives all ranks one number of what each has measured
+    clock: Callable[[], float] = time.perf_counter  # seconds of the host
 
     budget_s = math.inf  # for launches of many sizes
     kv_requests, kv_tokens = 32, 1024  # whose attention is measured, and tokens before each
-    chunk_rows: tuple[int, ...] = (128, 512, 2048)  # sizes of a prompt's chunks
+    chunk_rows: ClassVar[tuple[int, ...]] = (128, 512, 2048)  # sizes of a prompt's chunks
     # Tokens before them; the pool may have fewer slots, since slots are named repeatedly.
     chunk_kv_tokens = 16384
 
-    def __init__(
-        self,
-        agree: Callable[[float], float] = float,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._clock, self._agree = clock, agree
-
     def now(self) -> float:
         """Returns the seconds of the first rank's clock."""
-        return self._agree(self._clock())
+        return self.agree(self.clock())
 
     def times_ms(self, launch: Launch, repeats: int) -> list[float]:
         """Returns the milliseconds of `repeats` runs after a first one, launched before any is
@@ -55,11 +53,11 @@ class GpuTimer:
                 launch()
                 are_in_time.append(not ends[-1].query())  # queued before the last run had ended
                 ends.append(_recorded_event())
-            missing = round(self._agree(repeats - sum(are_in_time)))
+            missing = round(self.agree(repeats - sum(are_in_time)))
         ends[-1].synchronize()
         pairs = itertools.pairwise(ends)
-        times = [self._agree(first.elapsed_time(second)) for first, second in pairs]
-        counts = [bool(self._agree(is_in_time)) for is_in_time in are_in_time]
+        times = [self.agree(first.elapsed_time(second)) for first, second in pairs]
+        counts = [bool(self.agree(is_in_time)) for is_in_time in are_in_time]
         return [*itertools.compress(times, counts)] or times
 
     def curve_of(
@@ -89,9 +87,9 @@ class CpuTimer(GpuTimer):
         are spent; of the first one if that takes as long."""
         times = list[float]()
         while len(times) <= repeats and sum(times) < self.most_ms:
-            start = self._clock()
+            start = self.clock()
             launch()
-            times.append(self._agree((self._clock() - start) * 1e3))
+            times.append(self.agree((self.clock() - start) * 1e3))
         return times[1:] or times
 
 

@@ -22,7 +22,7 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, dummy_step
-from sglang.srt.model_executor.graph_keys import LEAST_SAVING
+from sglang.srt.model_executor.graph_keys import LEAST_SAVING, split_rows
 from sglang.srt.model_executor.measured_times import SLOW_ROWS, CpuTimer, GpuTimer, Launch, shown
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.draft_shapes import DraftShape, TreeShape
@@ -63,7 +63,6 @@ class PriceMeter:
         self._device = self._table.device
         make_timer = CpuTimer if self._device.type == "cpu" else GpuTimer
         self.timer = make_timer(float if runner.ranks is None else runner.ranks.first_of)
-        self._states: torch.Tensor | None = None  # [n, D]; whose logits are computed
         self._generator = torch.Generator(self._device).manual_seed(0)
 
     @torch.inference_mode()
@@ -76,8 +75,11 @@ class PriceMeter:
         steps = self.eager_rows(), lambda num_rows: self._launch(self._q_lens(num_rows))
         eager = self.timer.curve_of(*steps, "steps")
         reads = [size for size in READ_ROWS if size <= self._max_requests * self._max_width]
-        head = self.timer.curve_of(reads, self._read, "logits")
+        states = self._runner.forward(self._dummy_step([1] * min(READ_STATES, self._max_requests)))
+        head = self.timer.curve_of(reads, partial(self._read, states.hidden.clone()), "logits")
         kv_ms, row_kv_ms = self._attention()
+        times = self.timer.times_ms(self._launch([1]), PLAIN_REPEATS)
+        middle = statistics.median(times)
         text = "Measured prices of %d graphs and %d other sizes of steps in %.1f s."
         num_others = len(eager.sizes) + len(head.sizes)
         logger.info(text, len(graphs_ms), num_others, self.timer.now() - start)
@@ -89,7 +91,7 @@ class PriceMeter:
             kv_ms=kv_ms,
             row_kv_ms=row_kv_ms,
             prompt_kv_ms=prompt_kv_ms,
-            spread=self._spread(),
+            spread=statistics.median(abs(value - middle) for value in times) / middle,
         )
 
     @torch.inference_mode()
@@ -106,17 +108,10 @@ class PriceMeter:
         most_ms = self.timer.budget_s * 1e3 / QUICK_RUNS
         return math.isinf(most_ms) or min(self.timer.times_ms(launch, 2)) <= most_ms
 
-    def _spread(self) -> float:
-        """Returns `PriceTable.spread` of a plain step."""
-        times = self.timer.times_ms(self._launch([1]), PLAIN_REPEATS)
-        middle = statistics.median(times)
-        return statistics.median(abs(value - middle) for value in times) / middle
-
     def graphs_ms(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Measures the milliseconds of each graph, again of those to which steps would prefer a
         larger one: they may have met a slow moment."""
-        graphs = shown(keys, "Measuring graphs")
-        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in graphs}
+        found = {key: self.graph_ms(key, GRAPH_REPEATS) for key in shown(keys, "Measuring graphs")}
         for key in sorted(found, key=lambda key: (-key.num_tokens, -key.num_reqs)):
             larger_ms = min(found[other] for other in found if _has_room(other, key))
             if larger_ms < found[key] * (1 - LEAST_SAVING):
@@ -151,10 +146,8 @@ class PriceMeter:
         num_slots = self._runner.memory.num_pages * page_size
         slots = page_size + torch.arange(count * length, device=self._device) % num_slots
         self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
-        try:
-            times = [min(timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)]
-        finally:
-            self._table[:count, :length] = 0
+        times = [min(timer.times_ms(launch_of(kv_len), repeats)) for kv_len in (0, length)]
+        self._table[:count, :length] = 0
         return max(0.0, (times[1] - times[0]) / length)
 
     def _prompt_attention(self) -> Curve:
@@ -183,20 +176,13 @@ class PriceMeter:
         width = self._max_width
         if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
             width = min(PROMPT_ROWS, self._table.shape[1])
-        return split(num_rows, -(-num_rows // width))
+        return split_rows(num_rows, -(-num_rows // width))
 
-    def _read(self, num_rows: int) -> Launch:
-        if self._states is None:
-            step = self._dummy_step([1] * min(READ_STATES, self._max_requests))
-            self._states = self._runner.forward(step).hidden.clone()
-        repeats = -(-num_rows // len(self._states))
-        hidden = self._states.repeat(repeats, 1)[:num_rows]
-
-        def launch() -> None:
-            logits = self._runner.compute_logits(hidden)
-            torch.softmax(logits, dim=-1, dtype=torch.float32).max(dim=-1)
-
-        return launch
+    def _read(self, states: torch.Tensor, num_rows: int) -> Launch:
+        """Computes logits of states [n, D], repeated."""
+        hidden = states.repeat(-(-num_rows // len(states)), 1)[:num_rows]
+        logits_of = self._runner.compute_logits
+        return lambda: torch.softmax(logits_of(hidden), dim=-1, dtype=torch.float32).max(dim=-1)
 
     def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
         batch = self._dummy_step(q_lens, kv_len)
@@ -222,9 +208,8 @@ class PriceMeter:
         vocab_size, lens = self._runner.vocab_size, [q_len + kv_len for q_len in q_lens]
         ids = torch.randint(vocab_size, (count,), generator=self._generator, device=device)
         batch = replace(batch, input_ids=ids, positions=batch.positions + kv_len)
-        if kv_len:
-            batch = replace(batch, rows=torch.arange(len(lens), device=device))  # see `_kv_slope`
-        return replace(batch, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
+        rows = torch.arange(len(lens), device=device) if kv_len else batch.rows  # see `_kv_slope`
+        return replace(batch, rows=rows, kv_lens=batch.kv_lens + kv_len, kv_len_upper_bounds=lens)
 
     def eager_rows(self) -> list[int]:
         """Returns sizes that no graph covers, and before them the largest that one does."""
@@ -241,10 +226,10 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
     keys = runner.graph_keys
     if keys is None:
         return no_graphs
+    # Where the backend cannot capture trees, no graph has room for them.
+    has_trees = runner.config.captures_trees
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
-    if runner.config.captures_trees:  # where the backend cannot, none has room for trees
-        return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
-    return find
+    return lambda num_reqs, widest, rows: find(num_reqs, widest, rows, has_trees and widest > 1)
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
@@ -269,7 +254,7 @@ def rows_of(key: GraphKey, row_width: int) -> list[int]:
     """Rows of the requests of a step that replays this graph and fills it, as far as requests of up
     to `row_width` rows can."""
     if key.tag != MIXED:
-        return split(key.num_tokens, key.num_reqs)
+        return split_rows(key.num_tokens, key.num_reqs)
     # As few prompts as possible, too long for the other graphs, beside as many decodes as there is
     # room for.
     num_prompts = -(-(key.num_tokens - key.num_reqs) // max(row_width - 1, 1))
@@ -277,13 +262,7 @@ def rows_of(key: GraphKey, row_width: int) -> list[int]:
     others = key.num_tokens - num_prompts * (key.width + 1)
     others = max(0, min(key.num_reqs - num_prompts, others))
     num_rows = min(key.num_tokens - others, num_prompts * row_width)
-    return [*split(num_rows, num_prompts), *[1] * others]
-
-
-def split(num_rows: int, num_reqs: int) -> list[int]:
-    """Rows of requests that feed nearly the same."""
-    share, rest = divmod(num_rows, num_reqs)
-    return [share + (index < rest) for index in range(num_reqs)]
+    return [*split_rows(num_rows, num_prompts), *[1] * others]
 
 
 @torch.inference_mode()
@@ -306,6 +285,5 @@ def measure_draft_prices(
         launch = partial(launch_of, shape)
         curve = meter.timer.curve_of([*fewer, max_requests], launch, f"drafting ({shape})")
         passes[shape] = PassPrices(curve, meter.kv_ms(launch))
-    text = "Measured prices of a draft model in %.1f s."
-    logger.info(text, meter.timer.now() - start)
+    logger.info("Measured prices of a draft model in %.1f s.", meter.timer.now() - start)
     return DraftPrices(extend, passes)

@@ -84,20 +84,15 @@ class TileSpecProfiler:
     def __init__(
         self, folder: Path, runner: ModelRunner, target: ModelRunner | None = None
     ) -> None:
-        self._runner = runner
-        self._known = measured_with(runner)
-        if target is not None:
-            self._known["target"] = _digest(measured_with(target))
+        self._runner, self._known = runner, measured_with(runner, target)
         self._path = folder / f"{_digest(self._known)}.json"
 
     def target(self, meter: PriceMeter) -> PriceTable:
         """Gives prices of the runner's steps; kept ones if they still hold."""
         kept = self._read()
-        if kept is not None and still_holds(kept.extend, meter):
-            return kept.extend
-        prices = meter.measure()
-        self._keep(DraftPrices(prices, {}))
-        return prices
+        if kept is None or not still_holds(kept.extend, meter):
+            self._keep(kept := DraftPrices(meter.measure(), {}))
+        return kept.extend
 
     def head(self, measure: Callable[[], DraftPrices]) -> DraftPrices:
         """Gives prices of the runner as a head over its target."""
@@ -109,14 +104,11 @@ class TileSpecProfiler:
     def _read(self) -> DraftPrices | None:
         """Returns what the file holds if it is whole; of a target there are no passes. All ranks
         get what the first one reads."""
-        path, data, problem = self._path, b"", ""
-        # If what cannot be opened cannot be replaced either, `_keep` says so.
-        if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
-            problem = "damaged, or of another version"
-            try:
-                data = read_bytes(path, MAX_BYTES)
-            except UnreadableFileError as error:
-                problem = error.reason
+        path, data, problem = self._path, b"", "damaged, or of another version"
+        try:
+            data = read_bytes(path, MAX_BYTES)
+        except UnreadableFileError as error:
+            problem = error.reason
         if (ranks := self._runner.ranks) is not None:
             data = ranks.from_first(data)
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -127,7 +119,8 @@ class TileSpecProfiler:
                 fields["graphs_ms"] = dict(kept.graphs_ms)
                 table = PriceTable(graph_finder(self._runner), **fields)
                 return DraftPrices(table, dict(kept.passes))
-        if problem:
+        # If what cannot be opened cannot be replaced either, `_keep` says so.
+        if os.path.exists(path) and not path.is_dir() and os.access(path, os.R_OK):
             logger.warning("%s: %s; measured again.", path, problem)
         return None
 
@@ -152,8 +145,7 @@ class TileSpecProfiler:
                     old.unlink()
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             text = "Prices of steps cannot be kept in %s (%s), so each start measures them."
-            reason = (isinstance(error, OSError) and error.strerror) or error
-            logger.warning(text, path.parent, reason)
+            logger.warning(text, path.parent, error)
 
 
 def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
@@ -183,8 +175,8 @@ def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
     return cache_dir / f"{model}_{plain_name(gpu)}_tp{num_ranks}"
 
 
-def measured_with(runner: ModelRunner) -> dict[str, str]:
-    """Returns what the prices of a runner's steps depend on."""
+def measured_with(runner: ModelRunner, target: ModelRunner | None = None) -> dict[str, str]:
+    """Returns what the prices of a runner's steps depend on, as a head over a target if given."""
     config, keys, ranks = runner.config, runner.graph_keys, runner.ranks
     room = None if ranks is None or ranks.one_shot is None else ranks.one_shot.room
     names = (each.name for each in dataclasses.fields(config) if each.name not in UNTIMED_FIELDS)
@@ -201,6 +193,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "Triton": version_of("triton"),
         "transformers": version_of("transformers"),
         "set of kernels": code_digest(),
+        "target": "none" if target is None else _digest(measured_with(target)),
     }
 
 
