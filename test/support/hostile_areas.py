@@ -25,7 +25,7 @@ from fake_backend import LIMITS
 from file_readers import READERS
 from grammar_cases import CALCULATION, PATTERN, PERSON, SETUP
 from hostile_bodies import TEXT, TOOL, Bodies
-from kept_prices import Start, runner_of
+from kept_prices import Start, runner_of, signed
 from mutations import as_json, as_msgpack, mutated, spoilt
 from serving_utils import make_model_dir
 from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused, TooManyChecks
@@ -287,7 +287,7 @@ class Prices(_Folder):
     def draw(self, chooser: random.Random) -> bytes:
         index = chooser.randrange(len(self._good))
         value = json.loads([*self._good.values()][index])
-        return bytes([index]) + as_json(chooser, mutated(chooser, value))
+        return bytes([index]) + signed(as_json(chooser, mutated(chooser, value)))
 
     def feed(self, raw: bytes) -> bool:
         file = [*self._good][raw[0] % len(self._good)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
+from sglang.srt.speculative.tile_spec.profiler import KeptPrices, TileSpecProfiler
 from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
 from utils import Setup, make_execution
 
@@ -38,6 +41,15 @@ def measured(runner: Any) -> PriceTable:
     costs = {key: 1.0 + key.num_tokens / 7 for key in keys}
     find = partial(runner.graph_keys.find_shape, hidden_width=runner.model.hidden_width)
     return PriceTable(find, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01)
+
+
+def signed(raw: bytes) -> bytes:
+    """Returns a file with the digest of what it holds now, if it can have one."""
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        kept = msgspec.json.decode(raw, type=KeptPrices)
+        kept.digest = kept.own_digest()
+        return msgspec.json.encode(kept)
+    return raw
 
 
 def contents(prices: PriceTable) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from kept_prices import CURVE, Start, contents, measured, runner_of
+from kept_prices import CURVE, Start, contents, measured, runner_of, signed
 from sglang.srt.shard import WHOLE
 from sglang.srt.speculative.tile_spec import profiler
 from sglang.srt.speculative.tile_spec.profiler import cliffs, folder_of
@@ -163,8 +163,8 @@ def test_another_setting_model_code_way_of_sums_driver_or_kernel_has_prices_of_i
     assert not warnings_of(caplog), "files of other settings are no damaged ones"
 
 
-def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
-    """Writes a value into the file, at a place of its JSON."""
+def entry(path: list[Any], value: Any, is_signed: bool = True) -> Callable[[Path], None]:
+    """Writes a value into the file, at a place of its JSON; signed as if it had been there."""
 
     def spoil(file: Path) -> None:
         whole = json.loads(file.read_text())
@@ -172,7 +172,8 @@ def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
-        file.write_text(json.dumps(whole))
+        raw = json.dumps(whole).encode()
+        file.write_bytes(signed(raw) if is_signed else raw)
 
     return spoil
 
@@ -194,7 +195,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "foreign": entry(["measured_with", "model"], "another"),
     "beyond all numbers": lambda file: text(file.read_bytes().replace(b": 0.01", b": 1e999"))(file),
     "negative": entry(["spread"], -1),
-    "another time": entry(["kv_ms"], 2e-6),
+    "another time": entry(["kv_ms"], 2e-6, is_signed=False),
     "free rows": entry(["eager"], {"sizes": [1], "costs_ms": [0.0]}),
     "no sizes": entry(["eager"], {"sizes": [], "costs_ms": []}),
     "sizes that fall": entry(["head"], {"sizes": [8, 4], "costs_ms": [1, 1]}),

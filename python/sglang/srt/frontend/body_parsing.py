@@ -36,11 +36,9 @@ def parse_json_object(raw: bytes, limits: RequestLimits | None = None) -> dict[s
     try:
         with paused_collections():
             return require_object(decode_body(raw, limits))
-    except UnicodeDecodeError:
-        raise RequestError(None, "The body is not valid UTF-8.") from None
     except RecursionError:
         raise RequestError(None, "The body is nested too deeply.") from None
-    except msgspec.DecodeError:
+    except (UnicodeDecodeError, msgspec.DecodeError):  # by msgspec's version
         raise _malformed(raw) from None
 
 
@@ -182,10 +180,14 @@ def check_known_fields(
 def _malformed(raw: bytes) -> RequestError:
     """Returns why strict parsing failed. Python's own parser accepts the numbers that JSON does not
     have, and so finds them. It is slow, so a large body is not parsed again."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return RequestError(None, "The body is not valid UTF-8.")
     if len(raw) > MAX_EXPLAINED_BYTES:
         return RequestError(None, "The body is not valid JSON.")
     try:
-        field = _find_non_finite(json.loads(raw), "")
+        field = _find_non_finite(json.loads(text), "")
     except (ValueError, RecursionError):
         return RequestError(None, "The body is not valid JSON.")
     if field is None:

@@ -6,7 +6,7 @@
       "8": {"candidate_steps": [0, 1], "up_hysteresis": 0.25}
     }
 
-A key that is an integer is a slot: the least batch size that it serves, up to the next slot. The
+A key from 1 to 999999 is a slot: the least batch size that it serves, up to the next slot. The
 first slot serves smaller batches too. Steps are tokens drafted one after the other; 0 drafts none.
 What a slot leaves out it has from the entry of that name beside the slots, else its default.
 """
@@ -32,7 +32,7 @@ DEFAULT_PRESET = "conservative"
 PRESETS_DIR = Path(__file__).with_name("adaptive_presets")
 
 MAX_CONFIG_BYTES = 1 << 16
-MAX_BATCH_SIZE = MAX_ROUNDS = 1_000_000  # batches are smaller, as SLOT_KEY says
+MAX_BATCH_SIZE = MAX_ROUNDS = 1_000_000  # slots are smaller, by SLOT_KEY
 MAX_COEFF = 1000  # allows MAX_NUM_STEPS from 0.063 correct drafts on
 MAX_SHOWN_CHARS = 200  # of a key or a reason
 

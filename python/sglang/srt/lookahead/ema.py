@@ -31,7 +31,7 @@ class SlotState:
         is_candidate = initial_steps in candidates
         self.slot = slot
         self.steps = initial_steps if is_candidate else candidates[len(candidates) // 2]
-        # Correct drafts of a request in a round, lately; at first of the first round with drafts.
+        # Correct drafts of a request in a round, lately; at first all but one of the first steps.
         self.ema = max(0.0, (self.steps or next_steps(slot, 0, 0.0)) - 1.0)
         self.num_rounds = 0  # also those without drafts
 

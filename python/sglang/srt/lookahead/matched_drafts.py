@@ -35,7 +35,7 @@ def class_of(match_len: int) -> int:
 class MatchedDrafts(LoadAwareDrafts):
     """The tier that gives most tokens per millisecond, by the matches of the requests at hand."""
 
-    reads_matches = True
+    reads_matches, may_rest = True, False
     least_gain = 0.03  # what is known of a class goes up and down more than what is of all
 
     def __init__(self, parts: PolicyParts) -> None:

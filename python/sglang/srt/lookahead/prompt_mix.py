@@ -106,6 +106,6 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
 
 
 def in_grains(rows: float, most: int | None = None) -> int:
-    """To whole grains; some rows are one at least."""
+    """Rounds to whole grains, any rows to one at least."""
     found = (round(rows / ROW_GRAIN) or 1) * ROW_GRAIN if rows else 0
     return found if most is None or found < most else most

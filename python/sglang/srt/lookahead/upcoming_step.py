@@ -148,7 +148,8 @@ class StepOutcome:
 
     record: StepRecord
     result: HostResult
-    num_tried: Sequence[int]  # R counts of tokens that each could accept, 1 without look-ahead
+    # R counts of tokens that each could accept: 1 without look-ahead, 0 of one that emits nothing.
+    num_tried: Sequence[int]
     # R; where the step was cut some may be a guess. 0: nothing is learnt of it.
     num_accepted: Sequence[int]
     kinds: Sequence[Kind | None] = ()  # R; empty where the policy does not go by them

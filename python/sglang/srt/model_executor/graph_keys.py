@@ -136,11 +136,6 @@ class GraphKeys:
         ]
         return keys
 
-    @property
-    def have_trees(self) -> bool:
-        """Tells whether there are graphs for trees."""
-        return any(key.has_tree for key in self.all)
-
     def prefer_cheaper(self, graphs_ms: Mapping[GraphKey, float]) -> None:
         """Makes steps replay a larger graph where that takes less time: products are cut into
         tiles, which fit some numbers of rows badly.

@@ -51,7 +51,7 @@ GRAPH_REPEATS = 3  # the shortest counts
 PLAIN_REPEATS = 7  # enough to show how much times vary
 CHUNK_REPEATS, KV_REPEATS = 2, 3
 DRAFT_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)  # of passes that draft
-QUICK_RUNS = 30  # of one request, for which there is time if attention is measured
+QUICK_RUNS = 30  # of one request: attention is measured if the budget has time for so many
 
 
 class PriceMeter:

@@ -130,7 +130,7 @@ class Drafter(Protocol):
     def num_unconfirmed(self, chosen: ChosenTokens) -> torch.Tensor:
         """Tokens that unverified requests (`StepCounts.emits_only_confirmed`) are given of a step:
         [R] int64, at least 1; ignored for others."""
-        raise AssertionError("No plan for this drafter says so.")
+        raise AssertionError("No request of this drafter is unverified.")
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:
         """Takes what it needs of a step: models of its own run over the same rows. Called for every

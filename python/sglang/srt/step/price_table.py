@@ -6,10 +6,14 @@ import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from sglang.srt.layers.forward_batch import GraphKey
 
+# As files may hold it, of JSON, which has neither NaN nor infinity.
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 # Finds the graph that a step replays from its requests, rows of the widest one, and rows in all.
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
@@ -45,6 +49,12 @@ class Curve:
 
     sizes: tuple[int, ...]  # ascending, at least one
     costs_ms: tuple[float, ...]  # measured; they may fall in places
+
+    def __post_init__(self) -> None:
+        is_ascending = list(self.sizes) == sorted({0, *self.sizes})[1:]
+        has_times = len(self.sizes) == len(self.costs_ms) and min(self.costs_ms, default=-1) >= 0
+        if not is_ascending or not has_times:
+            raise ValueError("A curve has ascending sizes of at least 1, each with a time.")
 
     def at(self, size: int) -> float:
         """Continues the mean slope of the second half beyond the last size, since the last piece
@@ -121,7 +131,7 @@ class PassPrices(NamedTuple):
     before its first step, however many of its steps and rows read that."""
 
     by_requests: Curve
-    kv_ms: float = 0.0
+    kv_ms: Price = 0.0
 
 
 @dataclass(frozen=True, slots=True)

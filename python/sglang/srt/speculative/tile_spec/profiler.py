@@ -14,7 +14,7 @@ import logging
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -29,11 +29,11 @@ from sglang.srt.compile_cache import plain_name, version_of
 from sglang.srt.host import driver_version
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder
+from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
 from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.platform import Platform
-from sglang.srt.step.draft_shapes import TreeShape
-from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, PriceTable
+from sglang.srt.step.draft_shapes import DraftShape, TreeShape
+from sglang.srt.step.price_table import Curve, DraftPrices, PassPrices, Price, PriceTable
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +62,24 @@ class KeptPrices(msgspec.Struct, forbid_unknown_fields=True):
     digest of all that."""
 
     measured_with: dict[str, str]
-    graphs_ms: list[tuple[GraphKey, float]]
+    graphs_ms: list[tuple[GraphKey, Price]]
     eager: Curve
     head: Curve
-    kv_ms: float
-    row_kv_ms: float
+    kv_ms: Price
+    row_kv_ms: Price
     prompt_kv_ms: Curve
-    spread: float
+    spread: Price
     passes: list[tuple[int | TreeShape, PassPrices]]
     digest: str = ""
 
     def own_digest(self) -> str:
         return _digest(msgspec.to_builtins(msgspec.structs.replace(self, digest="")))
+
+    def fits(self, graphs: Iterable[GraphKey], shapes: Iterable[DraftShape]) -> bool:
+        """Tells whether it has prices of these graphs and passes alone, and steps take time."""
+        least_ms = min([*self.eager.costs_ms, *(ms for _, ms in self.graphs_ms)])
+        has_all = {key for key, _ in self.graphs_ms} == {*graphs}
+        return has_all and {shape for shape, _ in self.passes} == {*shapes} and least_ms > 0
 
 
 class TileSpecProfiler:
@@ -85,6 +91,7 @@ class TileSpecProfiler:
         self, folder: Path, runner: ModelRunner, target: ModelRunner | None = None
     ) -> None:
         self._runner, self._known = runner, measured_with(runner, target)
+        self._shapes = () if target is None else runner.config.draft_steps
         self._path = folder / f"{_digest(self._known)}.json"
 
     def target(self, meter: PriceMeter) -> PriceTable:
@@ -113,7 +120,9 @@ class TileSpecProfiler:
             data = ranks.from_first(data)
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
             kept = msgspec.json.decode(data, type=KeptPrices)
-            if kept.measured_with == self._known and kept.digest == kept.own_digest():
+            is_known = kept.measured_with == self._known and kept.digest == kept.own_digest()
+            graphs = priced_graphs(self._runner, self._runner.config.max_decode_rows)
+            if is_known and kept.fits(graphs, self._shapes):
                 logger.info("Read prices of steps from %s.", path)
                 fields = {name: getattr(kept, name) for name in TABLE_FIELDS}
                 fields["graphs_ms"] = dict(kept.graphs_ms)
