@@ -1,4 +1,4 @@
-"""Prints the host's time to plan and observe a step with TileSpec: no device, one thread.
+"""Measures the host's time to plan and observe a step with TileSpec: no device, one thread.
 
     PYTHONPATH=python:sgl-kernel/python:test/support:. python -m benchmark.simulations.host_time
 
@@ -18,6 +18,8 @@ from unittest import mock
 import torch
 
 import served_rounds
+from benchmark.command import make_parser, print_rows, store
+from benchmark.environment import describe_environment
 from served_rounds import MAX_DRAFTS, Load, ServedRounds
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.lookahead.draft_planner import DraftPlanner
@@ -63,8 +65,12 @@ def step_times_us(num_requests: int) -> list[float]:
 
 
 if __name__ == "__main__":
+    arguments = make_parser(__doc__, "host_time").parse_args()
     torch.set_num_threads(1)
-    for size in SIZES:
-        found = step_times_us(size)
-        median, mean = statistics.median(found), statistics.fmean(found)
-        print(f"{size:4} requests: {median:.0f} us, {mean:.0f} on average")
+    found = {size: step_times_us(size) for size in SIZES}
+    rows = [
+        {"requests": size, "median_us": statistics.median(us), "mean_us": statistics.fmean(us)}
+        for size, us in found.items()
+    ]
+    print_rows(rows)
+    store(arguments.out, {**describe_environment(), "steps": NUM_STEPS, "rows": rows})

@@ -31,7 +31,7 @@ from code_shape import (
     python_sources,
 )
 
-NUM_LOOKAHEAD_LINES = 3539
+NUM_LOOKAHEAD_LINES = 3540
 # (rule, place) -> measure. Lower or remove entries; add none.
 ALLOWED: dict[tuple[str, str], int] = {
     # No debt: the two places that read pickles, weights only and in processes of their own. The

@@ -152,6 +152,8 @@ def test_a_policy_has_the_history_of_the_rule_round_by_round() -> None:
                 assert policy.on_verify_complete(correct, num_reqs, steps=told) == has_switched
             seen.update({"late": is_late, "empty": not correct, "switches": has_switched})
         policy.observe(drafted(tiers[-1], None, [0], [0]))  # a step that drafts for nobody
+        # Drafts of a request that had waited for its grammar, from a step that drafted for nobody.
+        policy.observe(drafted(tiers[-1], 0, [tiers[-1]], [0]))
         for size, each in slot_of.items():
             state = policy.state_for_batch(size)
             assert (state.steps, state.num_rounds) == (each.steps, each.num_rounds)

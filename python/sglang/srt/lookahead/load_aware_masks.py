@@ -45,7 +45,7 @@ class LoadAwareMasks(LengthPolicy):
     def choose(self, upcoming: UpcomingStep) -> Budget:
         lengths = [upcoming.beside + each for each in upcoming.mean_lengths(self._runs)]
         costs = self._costs_ms(upcoming)
-        best = self.settled = best_tier(lengths, costs, self._probes.least_gain)
+        best = best_tier(lengths, costs, self._probes.least_gain)
         chosen = self._probes.tier(best, lengths, costs)
         self._probes.pay(costs[chosen] - costs[best])
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:

@@ -120,10 +120,11 @@ class PriceMeter:
 
     def _attention(self) -> tuple[float, float]:
         """Measures `kv_ms` and `row_kv_ms`, from requests of one row and of the most rows."""
-        width = self._max_width
+        width, per_row = self._max_width, 0.0
         narrow = self.kv_ms(lambda count, kv_len: self._launch([1] * count, kv_len))
-        wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len))
-        per_row = max(0.0, (wide - narrow) / (width - 1)) if width > 1 else 0.0
+        if width > 1:
+            wide = self.kv_ms(lambda count, kv_len: self._launch([width] * count, kv_len))
+            per_row = max(0.0, (wide - narrow) / (width - 1))
         return max(0.0, narrow - per_row), per_row
 
     def kv_ms(self, launch_of: Callable[[int, int], Launch]) -> float:
